@@ -158,8 +158,8 @@ def draw(figure: Figure, results: Results) -> None:
 EXPERIMENT = Experiment(
     name="league",
     title="Division, DC-ASGD and Gap-Aware are no worse than stale gradients as they are",
-    in_short="""All but Gap-Aware stay within a point of `none` at every kind of compute times. A small network,
-    momentum.""",
+    in_short="""Gap-Aware may err a point more than `none`, the others do not; `drop` alone is better throughout. A
+    small network, momentum.""",
     paper="Zhang et al. 2016, Zheng et al. 2017 (DC-ASGD) and Barkai et al. 2020 (Gap-Aware)",
     section="abstracts",
     claim="""Each of the three: asynchronous training is more accurate with what they do to stale gradients than
@@ -173,7 +173,8 @@ EXPERIMENT = Experiment(
     trials=trials,
     pilot=(0,),
     pilot_chose="""minibatch, epochs and rates, with machines alike; it saw both corrections with 2 to 3 points more
-    than `none`, which was at its best at 0.01""",
+    than `none`, which was at its best at 0.01. After the thresholds were fixed the code was changed to take the whole
+    time where no rate reaches the target with every seed, as with `hinge`; no condition depends on it""",
     conditions=(
         control(
             "`none`: error",
@@ -181,7 +182,7 @@ EXPERIMENT = Experiment(
             at_most=0.08,
             unit="%",
         ),
-        control("one worker: largest difference of its loss from that of `none`", apart, at_most=0.0),
+        control("one worker: largest difference of its loss from that of `none`", apart, at_most=0.0, has_error=False),
         *(
             Condition(
                 f"{way}: error above that of `none`", more_errors(way), at_most=0.01, opposite=0.02, unit="points"
@@ -200,14 +201,17 @@ EXPERIMENT = Experiment(
     ),
     shows_not="""What corrections do for a deep network, which their papers train, without momentum, or with other
     settings than the papers'. A difference of less than half a point. Rates are chosen on the images that judge.""",
-    reading="""Each at its own best rate, most ways are within a point of taking stale gradients as they are. `divide`
-    is ahead of `none` with machines alike and at log-normal times, by 0.6 points, and behind by 0.4 at exponential
-    ones; DC-ASGD-a is level; Gap-Aware is 1.2 points behind with machines alike and ahead elsewhere; `hinge` with its
-    usual settings is far behind. `drop` is first everywhere, at a price: what it drops is not counted among the ten
-    epochs, so that its workers compute 1.9 to 2.6 times as many gradients and take as much longer. `none` and DC-ASGD
-    are best at the smallest rate of the grid with machines alike and at log-normal times, and might be better below. Of
-    those that count alike `polynomial` is first or within 0.1 points of the first but at exponential times. A first
-    control, of the largest difference with one worker, holds to the bit.""",
+    reading="""What fails is Gap-Aware, by 1.22 ± 0.81 points against one: whether it passes a point these seeds do not
+    say. No way but `drop` and `hinge` differs from `none` at all three compute times in one direction by more than
+    twice its error. In points above `none`, with machines alike, at log-normal and at exponential times: `divide` -0.61
+    ± 0.54, -0.67 ± 0.34 and 0.44 ± 0.21; DC-ASGD-a 0.11 ± 0.64, -0.56 ± 0.14 and -0.28 ± 0.23; Gap-Aware 1.22 ± 0.81,
+    -0.56 ± 0.38 and -0.33 ± 0.24; `polynomial` -0.56 ± 0.23, -1.11 ± 0.22 and -0.22 ± 0.14; `hinge` 2.4 ± 0.3, 9.9 ±
+    4.5 and 0.8 ± 0.2; `drop` -1.4 ± 0.5, -1.2 ± 0.2 and -0.9 ± 0.2. `drop` has its price: what it drops is not counted
+    among the ten epochs, so that its workers compute 1.9 to 2.6 times as many gradients and take as much longer.
+    `constant` is `none` at a thirtieth of the rate: its 0 points are 0.3 / 30, the same rate. With machines alike and
+    at log-normal times `none` and DC-ASGD are best at the grid's smallest rate, and with machines alike `hinge` at its
+    largest, so that these might be better beyond. A first control, of the largest difference with one worker, holds to
+    the bit.""",
     draw=draw,
     quick={"epochs": 0.12, "target": 2.0},
 )

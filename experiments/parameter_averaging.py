@@ -147,18 +147,20 @@ def draw(figure: Figure, results: Results) -> None:
 EXPERIMENT = Experiment(
     name="parameter_averaging",
     title="In the hybrid mode averaging parameters after a step is as good as a step with the mean gradient",
-    in_short="For SGD and momentum it is the same; Adam needs a larger rate then. An easy task.",
+    in_short="For SGD and momentum it is the same; Adam needs a larger rate then, and fits less well. An easy task.",
     paper=PAPER,
     section="hybrid parallel optimization, its text and its picture",
     claim="""The text: the CPU "takes the mean of all the gradients from the G GPUs and updates the model with this mean
     gradient". The picture's: GPUs "run an optimization step and then return the new parameters to the CPU, which
-    averages them". Both stand for one mode, with Adam.""",
+    averages them". Both stand for one mode, with Adam. So they should be the same, or as good at least: the first
+    condition below asks for the same, which is more than the title.""",
     setting="""4 workers, minibatches of 8 of the digits, 10 epochs at a constant rate, `hybrid`. Either the servers
     take a step with the mean gradient, or workers take H steps with an optimizer of their own, whose state they keep,
     and the servers average what these changed. SGD, momentum 0.9 and Adam, each at the best of four or five rates.
     Parameters are compared after 50 updates from the same minibatches, at the least rate. A first run, on seeds 100 to
     104, was not judged: it compared them at all rates, and at SGD's rate 1 rounding had grown to 0.0002 in one of 20
-    trainings, above the control's 0.00001. This run has fresh seeds and no other change.""",
+    trainings, above the control's 0.00001. This run has fresh seeds, and the same
+    thresholds; the outcomes of the first had been seen.""",
     trials=trials,
     seeds=tuple(range(105, 110)),
     pilot=(0,),
@@ -223,12 +225,14 @@ EXPERIMENT = Experiment(
     ),
     shows_not="""Dropout and other noise of a worker. Larger H on a task that is hard: the digits forgive it. Parts of
     the data that differ between workers.""",
-    reading="""For SGD the two are one, and for momentum as well, since both are sums of gradients. For Adam they are
-    not: it divides by the root of a gradient's square, and each worker sees the noise of 8 examples where the servers
-    see that of 32, so that averaged steps are shorter. At Adam's usual rate the loss is 1.8 times as large; at the
-    best rates, 0.01 to 0.03, both err alike. So the picture's method is as good as the text's
-    once it has a rate of its own, and no replacement at the same rate. That 20 steps between averages cost hardly any
-    accuracy and save 95 % of the bytes is this easy task's.""",
+    reading="""What fails is that Adam's two are the same, at one rate and in the parameters. What holds is the error at
+    the best rates, 0 ± 0.16 points apart on 360 images. For SGD the two are one, and for momentum as well, since both
+    are sums of gradients. For Adam they are not: it divides by the root of a gradient's square, and each worker sees
+    the noise of 8 examples where the servers see that of 32, so that averaged steps are shorter. At Adam's usual rate
+    the loss is 1.8 times as large, and the least loss of any rate is 2.1 ± 0.2 times as large (0.0046 against 0.0022).
+    So with a rate of its own the picture's method errs no more here, and fits less well. SGD and momentum are best at
+    the largest rates of their grids, 1 and 0.3, and might be better beyond. That 20 steps between averages cost hardly
+    any accuracy and save 95 % of the bytes is this easy task's.""",
     draw=draw,
     quick={"epochs": 0.25, "compared": 1},
 )

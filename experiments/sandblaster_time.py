@@ -149,7 +149,8 @@ def draw(figure: Figure, results: Results) -> None:
 EXPERIMENT = Experiment(
     name="sandblaster_time",
     title="Downpour with Adagrad is first at any budget, and Sandblaster with the most machines",
-    in_short="Downpour is first up to 100 workers, Sandblaster with 500; neither is near a tenth of a device's time.",
+    in_short="""Downpour is first up to 100 workers, Sandblaster with 500 if messages cost nothing; neither is near a
+    tenth of a device's time.""",
     paper=PAPER,
     section="section 5, figures 4 and 5",
     claim="""For any budget of up to 2,000 cores Downpour with Adagrad is first at a given accuracy; with a fixed rate
@@ -161,13 +162,16 @@ EXPERIMENT = Experiment(
     or four rates for each number of workers; with one worker it is serial training. Sandblaster takes as long for an
     example: L-BFGS over all 1,437 with its defaults, ten portions a worker (1,437 for 500), two copies. Messages and
     updates take no time. Of two methods with equal numbers of workers the quicker one also costs fewer worker-seconds.
-    The device computes ten times as quickly as a worker, by plain SGD at its best rate. An earlier verdict of this task
-    asked whether SGD in one worker is slower than 20 workers of Downpour with Adagrad: it passed, and was replaced
-    since it can hardly fail; it stands beside.""",
+    The device computes ten times as quickly as a worker, which is our choice, by plain SGD at its best rate. An earlier
+    form of this chapter asked whether SGD in one worker is slower than 20 workers of Downpour with Adagrad: yes, and it
+    was replaced since it can hardly fail; it stands beside. It also judged that Sandblaster's loss falls in every
+    iteration and that its error is at most 6 % after 20 of them: the first follows from the line search, and neither is
+    judged here. That 5 workers stand for the paper's 20 replicas was added after the results were known, and decides
+    nothing.""",
     trials=trials,
     pilot=(0, 1),
-    pilot_chose="""rates, and 500 workers, by which Sandblaster has passed (Downpour with SGD, left out there, took
-    7.5 seconds and more); all but the fifth and the last of the claims below were seen to hold""",
+    pilot_chose="""rates, and 500 workers, by which Sandblaster has passed; all but the fifth and the last of the claims
+    below were seen to hold, and these two to fail""",
     conditions=(
         control(
             "pairs of method and 1 to 100 workers that get there with every seed, of 18",
@@ -197,7 +201,7 @@ EXPERIMENT = Experiment(
             unit="x",
         ),
         Condition(
-            "as quick with 500 workers as with 100: Sandblaster over Downpour with Adagrad",
+            "gain from 100 to 500 workers, Sandblaster's over that of Downpour with Adagrad",
             lambda results: scaling(results, SANDBLASTER) / scaling(results, ADAGRAD),
             at_least=1.5,
             opposite=1.0,
@@ -233,6 +237,12 @@ EXPERIMENT = Experiment(
             unit="x",
         ),
         beside(
+            "time of Downpour with Adagrad with 5 workers over Sandblaster's with 500",
+            ratio((ADAGRAD, 5), (SANDBLASTER, MANY)),
+            at_least=1.0,
+            unit="x",
+        ),
+        beside(
             "100 workers: time of Downpour with SGD over that with Adagrad",
             ratio((FIXED, 100), (ADAGRAD, 100)),
             at_least=1.1,
@@ -247,14 +257,17 @@ EXPERIMENT = Experiment(
     ),
     shows_not="""What messages cost. They would cost Downpour most with few workers; with 500, each of which computes
     three examples a pass, Sandblaster would send more than Downpour. A pass over 1,437 examples is short: the paper's
-    has a billion, and SGD gets far within one.""",
-    reading="""Up to 100 workers Downpour with Adagrad is first at every number, by 1.4 times and more. It gains little
-    beyond 20: a hundred are 1.3 times as quick for four times the cost. Sandblaster costs 1,400 to 1,800 worker-seconds
-    whatever their number, and has passed with 500. Against the paper, those 500 are quicker than
-    50 of Downpour with Adagrad, too. A hundred of these pass the device by 5 % only (5.3 s against 5.6): with four of
-    the five seeds, and if one seed is left out the least number that passes is 50, 100 or 500, which makes the error of
-    that number so large. No number comes near a tenth of the device's time, and none passes a device that trains with
-    Adagrad.""",
+    has a billion, and SGD gets far within one. That fixed rates often never get there, as the paper found: here the
+    control demands that they do. Workers of several machines each, as the paper's: they are built (see sandblaster.md),
+    and not timed.""",
+    reading="""Two claims fail. No number of workers comes near a tenth of the device's time: that would take a
+    hundredfold gain over one worker, since the device is ten times a worker, and the most is 11.9 ± 1.4 (SGD in one
+    worker over 500 of Adagrad). A hundred workers are level with the device (0.95 ± 0.13 of its time), 500 take 0.84 ±
+    0.10 of it, and none passes a device that trains with Adagrad. And 500 workers of Sandblaster are quicker than 50 of
+    Downpour with Adagrad, against the paper. Up to 100 workers Downpour with Adagrad is first at every number, by 1.39
+    ± 0.08 times and more. It gains little beyond 20: a hundred are 1.27 ± 0.06 times as quick for four times the cost.
+    Sandblaster costs 1,400 to 1,800 worker-seconds whatever their number, and has passed with 500. That, and that it
+    gains more from 100 to 500, rest on messages that cost nothing, and on a crossing that the pilot had found.""",
     draw=draw,
     quick={"passes": 1, "iterations": 1, "portions": 1, "error": 1.0},
 )

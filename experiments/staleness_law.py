@@ -127,7 +127,8 @@ EXPERIMENT = Experiment(
         ),
     ),
     shows_not="""What a network does to staleness: messages take no time. The mean is a law, (L - 1)/c, whoever is
-    quick; the tail belongs to the machines' timing and not to the protocol.""",
+    quick; the tail belongs to the machines' timing and not to the protocol. Real workers over gRPC:
+    `benchmarks/staleness.py` measures these beside the law, and no results of it are kept.""",
     reading="""The bound of 2n belongs to machines that are alike, as the paper grants ("do not guarantee"). At sigma
     0.15 no gradient is beyond it; at 0.3 there are 0.1 to 0.5 % and 1-softsync reaches a staleness of 4; at 0.5 2 to
     4.5 %; with exponential times 8 % and more. The mean stays: that it is near n follows from the law.""",
