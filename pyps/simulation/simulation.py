@@ -31,6 +31,8 @@ Timing = Callable[[int, np.random.Generator], float]
 
 # No step takes less than this share of the mean.
 SHORTEST = 0.05
+# Of normal and lognormal times: beyond it nearly all steps take no time.
+SPREAD_MAX = 5.0
 
 
 def fixed(seconds: float) -> Timing:
@@ -80,10 +82,10 @@ def parse_timing(text: str, *, mean: float = 1.0) -> Timing:
     except ValueError:
         numbers = [math.nan]
     fits = len(numbers) == count or (count is None and numbers)
-    if not fits or not all(0 <= number < math.inf for number in numbers):
+    if not fits or not all(0 <= number <= (SPREAD_MAX if count == 1 else 1e12) for number in numbers):
         raise InvalidArgument(
-            f"the times are {text!r}; expected fixed, normal:VARIATION, lognormal:SIGMA, exponential or "
-            "scripted:1,2,5, as in lognormal:0.15"
+            f"the times are {text!r}; expected fixed, normal:VARIATION or lognormal:SIGMA up to {SPREAD_MAX:g}, "
+            "exponential or scripted:1,2,5, as in lognormal:0.15"
         )
     return make(mean, *numbers)
 

@@ -49,6 +49,8 @@ class Problem:
                     f"{script} defines no {what}; a script to simulate defines model(), loss(model, batch) and data, "
                     f"for example:\n{EXAMPLE}"
                 )
+        if isinstance(defined["model"], torch.nn.Module):
+            raise InvalidArgument(f"model of {script} is no function; expected one that returns a new torch.nn.Module")
         seed_all(seed)
         self.model = defined["model"]()
         if not isinstance(self.model, torch.nn.Module):
@@ -61,8 +63,8 @@ class Problem:
         self._data = defined["data"]
         if not _is_data(self._data):
             raise InvalidArgument(
-                f"data of {script} is {type(self._data).__name__}; expected a tuple of tensors with as many rows each, "
-                "or a Dataset with __len__ and __getitem__"
+                f"data of {script} is {_described(self._data)}; expected a tuple of tensors with as many rows each, "
+                "or a Dataset with __len__ and __getitem__, and not empty"
             )
         tensors = self._data.tensors if isinstance(self._data, TensorDataset) else self._data
         self._tensors: Sequence[torch.Tensor] | None = tensors if isinstance(tensors, tuple | list) else None
@@ -109,8 +111,8 @@ class Problem:
             buffer.copy_(value)
         self._gradient.zero_()
         value = self._loss(self.model, self._batch(examples))
-        if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            raise InvalidArgument(f"loss(model, batch) returns {type(value).__name__}; expected a tensor of one number")
+        if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+            raise InvalidArgument(f"loss(model, batch) returns {_described(value)}; expected a number with a gradient")
         value.backward()  # type: ignore[no-untyped-call]
         if self._buffers:
             self._buffers_of[worker_id] = [buffer.clone() for buffer in self._buffers]
@@ -130,7 +132,11 @@ class Problem:
                 f"{self._script} gives its model other parameters, or gradients of its own, while it trains; expected "
                 "a loss and an evaluate that only compute, without zero_grad() and without a change of layers"
             )
-        return float(value)
+        try:
+            return float(value.__float__())
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            what = "evaluate(model)" if self._evaluate else "loss(model, batch)"
+            raise InvalidArgument(f"{what} returns {_described(value)}; expected a number") from None
 
     def _memory(self) -> list[tuple[int, int]]:
         """Return where the values and the gradients of all that is trained lie."""
@@ -156,13 +162,17 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
 
 
+def _described(value: Any) -> str:
+    """Return what something is, in words for a refusal."""
+    name = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    items = list(dict.fromkeys(map(_described, value)))[:4] if isinstance(value, tuple | list) else []
+    return f"{name} of {', '.join(items)}" if items else name
+
+
 def _is_data(data: Any) -> bool:
     if isinstance(data, tuple | list):
-        return (
-            bool(data)
-            and all(isinstance(each, torch.Tensor) and each.dim() for each in data)
-            and (len({len(each) for each in data}) == 1 and len(data[0]) > 0)
-        )
+        rows = {len(each) if isinstance(each, torch.Tensor) and each.dim() else 0 for each in data}
+        return len(rows) == 1 and 0 not in rows
     return hasattr(data, "__len__") and hasattr(data, "__getitem__") and len(data) > 0
 
 

@@ -19,7 +19,7 @@ from pyps.core.protocols.base import Aggregation
 from pyps.core.rule_settings import RuleSettings
 from pyps.simulation.network import Network
 from pyps.simulation.simulation import Failures, Timing, WorkerPlan, parse_timing
-from pyps.units import counted, parse_bandwidth, parse_seconds
+from pyps.units import SECONDS_MAX, counted, parse_bandwidth, parse_seconds
 from pyps_wire.codecs import Codec, codec_of
 from pyps_wire.errors import InvalidArgument
 
@@ -57,9 +57,9 @@ class Settings:
     rate: str = _flag("", "Learning rates, as 0.1,0.3; if left out, the optimizer's, or 0.1.")
     optimizer: str = _flag("", "The servers' rule and settings, as momentum:momentum=0.9; if left out, sgd.")
     schedule: str = _flag("constant", "How the rate changes, as for `pyps serve`.")
-    batch_size: int = _flag(32, "Examples in a minibatch.", min=1)
-    examples: int = _flag(0, "Examples to train on, over all workers; 0: by --epochs.", min=0)
-    epochs: float = _flag(5.0, "Passes over the data, of all workers together.", min=0.001)
+    batch_size: int = _flag(32, "Examples in a minibatch.", min=1, max=10**7)
+    examples: int = _flag(0, "Examples to train on, over all workers; 0: by --epochs.", min=0, max=10**12)
+    epochs: float = _flag(5.0, "Passes over the data, of all workers together.", min=0.001, max=1e6)
     step_seconds: str = _flag("1", "Mean time in which a worker computes a minibatch, as 0.2 or 20ms.")
     times: str = _flag("lognormal:0.15", "How it varies: fixed, normal:0.1, lognormal:0.15, exponential, scripted:1,2.")
     slow: str = _flag("", "Slow workers, as 3x2 for three that take twice as long, or 3x2,1x10.")
@@ -72,14 +72,15 @@ class Settings:
     shards: int = _flag(1, "Shards of the model, which work beside each other.", min=1, max=1024)
     codec: str = _flag("float32", "Codec of gradients.")
     pull_codec: str = _flag("float32", "Codec of parameters.")
-    local_steps: int = _flag(1, "Steps of SGD at --rate before a worker pushes what they changed.", min=1)
-    seeds: int = _flag(3, "Trials of each combination.", min=1)
+    local_steps: int = _flag(1, "Steps of SGD at --rate before a worker pushes what they changed.", min=1, max=10**5)
+    seeds: int = _flag(3, "Trials of each combination.", min=1, max=10**5)
     target: float | None = _flag(None, "Report the time until the figure is at most this.")
-    parameters: int = _flag(1_000_000, "The model's size, with --no-gradients.", min=1)
+    parameters: int = _flag(1_000_000, "The model's size, with --no-gradients.", min=1, max=10**11)
 
     def __post_init__(self) -> None:
-        for name in ("step_seconds", "latency"):
-            parse_seconds(getattr(self, name), what=f"--{name.replace('_', '-')}")
+        for name in ("epochs", "cores", "target"):
+            if not math.isfinite(value := getattr(self, name) or 0.0):
+                raise InvalidArgument(f"--{name} is {value}; expected a finite number")
         schedule.parse(self.schedule, epoch_examples=1)
         _ = self.worker_plans, self.network, self.rates, self.rule_settings(0.1), self.service
         if not listed(self.protocol) or not listed(self.staleness):
@@ -93,12 +94,10 @@ class Settings:
             rates = [math.nan]
         if not all(0 < each < math.inf for each in rates):
             raise InvalidArgument(f"--rate is {self.rate!r}; expected numbers above 0, as 0.1,0.3")
-        of_rule = re.search(r"learning_rate=([\d.e-]+)", self.optimizer) if self.local_steps == 1 else None
+        of_rule = self.local_steps == 1 and "learning_rate" in self.optimizer
         if rates and of_rule:
             raise InvalidArgument(f"--rate {self.rate} and --optimizer {self.optimizer} both set it: leave one out")
-        if of_rule:
-            return [float(of_rule[1])]
-        return rates or [0.1]
+        return rates or [self.rule_settings(0.1).groups[0]["learning_rate"] if of_rule else 0.1]
 
     def rule_settings(self, rate: float) -> RuleSettings:
         """Return the servers' rule: for a rate, or for what local steps changed, whose rule is the outer one."""
@@ -115,7 +114,7 @@ class Settings:
     def worker_plans(self) -> list[WorkerPlan]:
         mean = parse_seconds(self.step_seconds, what="--step-seconds")
         found = [re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", item) for item in listed(self.slow)]
-        slow = [(int(each[1]), float(each[2])) for each in found if each is not None and float(each[2])]
+        slow = [(int(each[1]), float(each[2])) for each in found if each and 0 < float(each[2]) <= SECONDS_MAX]
         if len(slow) < len(found) or sum(count for count, _ in slow) > self.workers:
             raise InvalidArgument(
                 f"--slow is {self.slow!r}; expected at most {counted(self.workers, 'worker')} and how much longer each"
@@ -141,8 +140,9 @@ class Settings:
 
     @property
     def failing(self) -> Failures | None:
-        times = [parse_seconds(item, what="--failures") for item in listed(self.failures)]
-        if times and (len(times) != 2 or not times[0]):
+        times = [parse_seconds(item, what="--failures", most=math.inf) for item in listed(self.failures)]
+        # Who fails may stay away for ever.
+        if times and (len(times) != 2 or not 0 < times[0] <= SECONDS_MAX):
             raise InvalidArgument(f"--failures is {self.failures!r}; expected two times, as 3600,60")
         step = self.local_steps * parse_seconds(self.step_seconds, what="--step-seconds")
         if times and times[0] < step / LIVES_SHARE:

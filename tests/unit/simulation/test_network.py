@@ -186,7 +186,8 @@ def test_no_event_is_kept_unless_asked_for_and_counts_are():
 
 
 @pytest.mark.parametrize(
-    "text", ["normal", "lognormal:x", "lognormal:-1", "fixed:1", "scripted", "poisson:1", "exponential:2"]
+    "text",
+    ["normal", "lognormal:x", "lognormal:-1", "fixed:1", "scripted", "poisson:1", "exponential:2", "normal:6"],
 )
 def test_times_that_cannot_be_are_refused(text):
     with pytest.raises(InvalidArgument, match=f"the times are '{text}'; expected fixed, normal:VARIATION"):
