@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,15 +14,14 @@ from rich.progress import Progress
 from pyps.cli.evaluate import require_script
 from pyps.cli.laboratory import report
 from pyps.cli.laboratory.settings import Settings, with_cluster
-from pyps.cli.laboratory.sweep import Pool, ScriptFailed, grid
+from pyps.cli.laboratory.sweep import Pool, ScriptFailed, ended_by_signals, grid
 from pyps.cli.status import PIPE_COLUMNS
 from pyps.units import counted, in_bytes
 from pyps_wire.errors import InvalidArgument
 
-TABLE_COLUMNS_MIN = 96
-
 
 @with_cluster()
+@ended_by_signals()
 def simulate(
     script: Annotated[
         Path | None,
@@ -41,14 +41,16 @@ def simulate(
     """
     settings = Settings(**flags)
     trials, remarks = grid(settings)
-    if script is None and not no_gradients:
-        raise InvalidArgument("no script is given: name one, as in `pyps simulate model.py`, or --no-gradients")
+    if (script is None) != no_gradients:
+        raise InvalidArgument("name a script, as in `pyps simulate model.py`, or --no-gradients, one of the two")
     if no_gradients and settings.rate:
         raise InvalidArgument(f"--rate is {settings.rate}, but --no-gradients trains nothing: leave one of them out")
-    if script is not None and no_gradients:
-        raise InvalidArgument(f"--no-gradients trains no model, but {script} is given: leave one of them out")
     if script is not None:
         require_script(script)
+    if out is not None:
+        # Trials may take long: what cannot be written is said now.
+        with report.writing(out):
+            pass
     try:
         with Pool(script, min(processes or os.cpu_count() or 1, len(trials))) as pool:
             size, num_examples = (settings.parameters, 0) if script is None else pool.sizes()
@@ -64,14 +66,15 @@ def simulate(
         typer.echo(str(failed), err=True)
         raise typer.Exit(1) from None
     rows = list(zip(trials, outcomes, strict=True))
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = PIPE_COLUMNS
-    # A narrow terminal folds lines; a cell that is cut off is lost.
-    console.width = max(console.width, TABLE_COLUMNS_MIN)
+    # A narrow terminal folds lines; a word that is cut is lost.
+    console = Console(width=max(PIPE_COLUMNS, Console().width))
     console.print(report.table(rows, settings, trained=script is not None))
+    lost = sum(not math.isfinite(float(each["figure"])) or each["note"] == "diverged" for _, each in outcomes)
+    if lost and script is not None:
+        typer.echo(f"{lost} of {len(trials)} trials diverged, or their figure is no number: try lower rates.", err=True)
     if out is not None:
-        written = report.write(out, rows, settings)
+        with report.writing(out):
+            written = report.write(out, rows, settings)
         typer.echo(f"Written: {', '.join(map(str, written))}")
         if script is not None and out / "simulation.png" not in written:
             typer.echo("There is no picture without matplotlib: pip install 'pyps[demo]'")

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import math
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from pyps.cli.laboratory.report import _cells
 from pyps.cli.laboratory.settings import Settings
 from pyps.cli.laboratory.sweep import grid
 from pyps.cli.laboratory.trial import Outcome, Trial
@@ -80,6 +83,8 @@ def test_a_users_script_gets_a_table_files_and_a_picture_that_are_the_same_in_an
     ]
     assert all(float(row["figure"]) < 1 for row in rows if row["staleness"] == "none")
     assert 0 < float(rows[0]["target_seconds"]) < float(rows[0]["seconds"])
+    with pytest.raises(InvalidArgument, match="csv cannot be written: File exists"):
+        simulate(*flags, "--out", tmp_path / "one" / "trials.csv")
     assert json.loads((tmp_path / "one" / "simulation.json").read_text())["settings"]["workers"] == 4
 
 
@@ -99,7 +104,19 @@ def test_without_gradients_a_large_model_costs_its_bytes_and_no_memory():
         ("def model(): pass", r"my_model.py defines no loss\(model, batch\); a script to simulate defines model\(\), "),
         (SCRIPT.replace("data =", "date ="), r"(?s)defines no data; .*example:.*def model\(\): return torch.nn.Linear"),
         (SCRIPT + "\ndef model(): return 3", r"model\(\) of my_model.py returns int; expected a torch.nn.Module"),
-        (SCRIPT + "\ndata = x, x[:5]", "data of my_model.py is tuple; expected a tuple of tensors with as many rows"),
+        (
+            SCRIPT + "\nmodel = model()",
+            "model of my_model.py is no function; expected one that returns a new torch.nn.M",
+        ),
+        (
+            SCRIPT + "\ndata = x, x[:5]",
+            r"data of my_model.py is tuple of a tensor of shape \[256, 4\], a tensor of shape \[5, 4\]; expected a tup",
+        ),
+        (
+            SCRIPT + "\ndata = x.numpy(), x",
+            r"is tuple of ndarray, a tensor of shape \[256, 4\]; expected a",
+        ),
+        (SCRIPT + "\ndata = ()", "data of my_model.py is tuple; expected a tuple .* and not empty"),
         (SCRIPT.replace("Flatten(0))", "Flatten(0)).double()"), "parameters of torch.float64 on cpu; expected float32"),
     ],
 )
@@ -108,10 +125,27 @@ def test_a_script_that_cannot_be_simulated_is_told_what_to_define(text, sentence
         problem(text)
 
 
-@pytest.mark.parametrize("line", ["model.zero_grad()", "model[0] = torch.nn.Linear(4, 1)"])
-def test_a_loss_that_changes_what_is_trained_is_refused(line):
-    with pytest.raises(InvalidArgument, match=r"my_model.py gives its model other parameters, or gradients of its own"):
-        trial(SCRIPT.replace("    return ((model(", f"    if torch.is_grad_enabled(): {line}\n    return ((model("))
+OTHERS = "my_model.py gives its model other parameters, or gradients of its own"
+LOSS, EVALUATE = r"loss\(model, batch\) returns ", r"evaluate\(model\) returns "
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("if torch.is_grad_enabled(): model.zero_grad()", OTHERS),
+        ("if torch.is_grad_enabled(): model[0] = torch.nn.Linear(4, 1)", OTHERS),
+        ("return (model(batch[0]) - batch[1])[:, None]", LOSS + r"a tensor of shape \[256, 1\]; expected a number"),
+        ("return torch.tensor(1.0)", LOSS + r"a tensor of shape \[\]; expected a number with a gradient"),
+        ("return 1.0", LOSS + "float; expected a number with a gradient"),
+        ("def evaluate(model): pass", EVALUATE + "NoneType; expected a number"),
+        ("def evaluate(model): return '0.5'", EVALUATE + "str; expected a number"),
+        ("def evaluate(model): return {'loss': 1}", EVALUATE + "dict; expected a number"),
+    ],
+)
+def test_a_loss_or_an_evaluate_that_cannot_be_taken_is_refused(line, sentence):
+    at, indent = ("\ndef loss", "") if line.startswith("def") else ("    return ((model(", "    ")
+    with pytest.raises(InvalidArgument, match=sentence):
+        trial(SCRIPT.replace(at, f"{indent}{line}\n{at}"))
 
 
 def test_an_error_of_the_script_is_shown_with_its_own_frames_only(script):
@@ -122,6 +156,10 @@ def test_an_error_of_the_script_is_shown_with_its_own_frames_only(script):
     assert "AttributeError: 'Tensor' object has no attribute 'mien'" in result.output
     assert f"pyps: {script} failed with the error above." in result.output
     assert "simulation.py" not in result.output
+
+    script.write_text("raise SystemExit(3)")
+    ended = CliRunner().invoke(app, ["simulate", str(script)])
+    assert (ended.exit_code, ended.output) == (1, f"pyps: {script} ended with exit status 3.\n")
 
     # Outside the script's own lines all frames are shown, so that what is at fault can be told.
     (script.parent / "mine.py").write_text("class Data:\n    __len__ = lambda self: 99\n    __getitem__ = None")
@@ -142,6 +180,14 @@ def test_an_error_of_the_script_is_shown_with_its_own_frames_only(script):
         ({"bandwidth": "1gb"}, "--bandwidth is '1gb'; expected a link such as 1gbit"),
         ({"bandwidth": "0"}, "--bandwidth is '0'; expected a link"),
         ({"latency": "-1"}, "--latency is '-1'; expected a time such as 0.01"),
+        ({"latency": "inf"}, "--latency is 'inf'; expected a time"),
+        ({"step_seconds": "1e400"}, "--step-seconds is '1e400'; expected a time"),
+        ({"service_seconds": "inf"}, "--service-seconds, unless kernel, is 'inf'; expected a time"),
+        ({"failures": "inf,1"}, "--failures is 'inf,1'; expected two times"),
+        ({"epochs": math.nan}, "--epochs is nan; expected a finite number"),
+        ({"cores": math.inf}, "--cores is inf; expected a finite number"),
+        ({"target": math.nan}, "--target is nan; expected a finite number"),
+        ({"optimizer": "sgd:learning_rate=1.2.3"}, "learning_rate is '1.2.3', but must be a number"),
         ({"service_seconds": "quick"}, "--service-seconds, unless kernel, is 'quick'"),
         ({"service_seconds": "1,2,3"}, "--service-seconds, unless kernel, is '1,2,3'; expected one or two"),
         ({"rate": "0"}, "--rate is '0'; expected numbers above 0"),
@@ -174,6 +220,7 @@ def test_a_grid_has_each_combination_that_differs_once():
         ("serial", "none"),
     ]
     assert len(trials) == 5 * 2 * 2
+    assert Settings(optimizer="sgd:learning_rate=1E-3").rates == [0.001]
     assert remarks == ["serial: one row for all policies, as no gradient is stale there."]
 
 
@@ -229,6 +276,8 @@ def test_a_trial_that_diverges_or_is_refused_ends_and_says_so():
     assert (diverged.measured["note"], np.isfinite(diverged.points[-1].figure)) == ("diverged", False)
     of_script = problem()
     settings = Settings(workers=32, times="fixed", examples=10_000).sized(num_parameters=5, num_examples=256)
+    cells = _cells([trial(target=1e9), diverged], Settings(target=1e9), trained=True)
+    assert cells["s to\ntarget"] == "1 of 2\nby 0"
     refused = Trial("async", "drop:spread=0", 0.1, 0).run(settings, of_script)
     assert refused.measured["note"] == "refused"
     assert float(refused.measured["refused"]) > 0.9
@@ -246,20 +295,23 @@ def test_a_trial_whose_workers_die_before_they_push_ends_and_says_so(monkeypatch
 
 HELD = """
 import os, time
-from pyps.cli.laboratory.sweep import Pool
-with Pool(None, 1) as pool:
+from pyps.cli.laboratory.sweep import Pool, ended_by_signals
+with ended_by_signals(), Pool(None, 1) as pool:
     print(pool._executor.submit(os.getpid).result(), flush=True)
     pool._executor.submit(time.sleep, 600).result()
 """
 
 
-def test_a_command_that_is_killed_leaves_no_trial_behind():
-    with subprocess.Popen([sys.executable, "-c", HELD], stdout=subprocess.PIPE, text=True) as command:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_command_that_is_killed_leaves_no_trial_behind(number):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", HELD], text=True, **pipes) as command:
         assert command.stdout is not None
         trial_process = psutil.Process(int(command.stdout.readline()))
-        command.kill()
-        # The pipe has an end at the trial's process too.
-        command.stdout.read()
+        command.send_signal(number)
+        # The pipes have ends at the trial's process too.
+        said = command.communicate(timeout=60)[1]
+    assert number == signal.SIGKILL or (command.returncode, said) == (128 + number, "")
     assert not trial_process.is_running() or trial_process.status() == psutil.STATUS_ZOMBIE
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
+from tempfile import TemporaryFile
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -17,6 +19,7 @@ from rich.table import Table
 
 from pyps.cli.laboratory.settings import Settings
 from pyps.cli.laboratory.trial import Outcome, Point, Trial
+from pyps_wire.errors import InvalidArgument
 
 Rows = Sequence[tuple[Trial, Outcome]]
 
@@ -55,7 +58,7 @@ def _cells(outcomes: Sequence[Outcome], settings: Settings, *, trained: bool) ->
         "updates\n/s": _number(means["updates_per_second"]),
         "examples\n/s": _number(means["examples_per_second"]),
         "stale-\nness": f"{means['mean_staleness']:.2f}",
-        "wait-\ning": f"{means['waiting']:.0%}",
+        "wait-\ning": "–" if math.isnan(means["waiting"]) else f"{means['waiting']:.0%}",
         "bytes/\nexample": _number(means["bytes_per_example"]),
     }
 
@@ -68,17 +71,28 @@ def _figure(values: Sequence[float]) -> str:
 
 def _reached(values: Sequence[float]) -> str:
     there = [value for value in values if math.isfinite(value)]
-    some = f"\n({len(there)} of {len(values)})" if len(there) < len(values) else ""
-    return f"{_number(fmean(there))}{some}" if there else "never"
+    if len(there) == len(values):
+        return _number(fmean(there))
+    return f"{len(there)} of {len(values)}\nby {_number(max(there))}" if there else "never"
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return "–" if math.isnan(value) else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Make a folder and see that it can be written; InvalidArgument for what the system refuses now or in the block."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+        yield
+    except OSError as error:
+        raise InvalidArgument(f"--out {folder} cannot be written: {error.strerror or error}") from None
 
 
 def write(folder: Path, rows: Rows, settings: Settings) -> list[Path]:
     """Write trials.csv, curves.csv, simulation.json and, with matplotlib, simulation.png; return their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     trials = [_row(trial, outcome.measured) for trial, outcome in rows]
     points = [_row(trial, point._asdict()) for trial, outcome in rows for point in outcome.points]
     text = json.dumps({"settings": asdict(settings), "trials": trials}, indent=1) + "\n"
@@ -86,7 +100,11 @@ def write(folder: Path, rows: Rows, settings: Settings) -> list[Path]:
     written = [folder / "simulation.json", _write_csv(folder / "trials.csv", trials)]
     if points:
         written.append(_write_csv(folder / "curves.csv", points))
-        written += [folder / "simulation.png"] * draw(folder / "simulation.png", rows)
+        lines = [
+            (f"{trial.protocol}, {trial.staleness}, {trial.rate:g}", [outcome.points for outcome in of])
+            for trial, of in combinations(rows)
+        ]
+        written += [folder / "simulation.png"] * draw_curves(folder / "simulation.png", lines)
     return written
 
 
@@ -107,13 +125,6 @@ def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     return path
 
 
-def draw(path: Path, rows: Rows) -> bool:
-    """Draw the figure against virtual time and against examples, a line a combination; False without matplotlib."""
-    combined = combinations(rows)
-    names = [f"{trial.protocol}, {trial.staleness}, {trial.rate:g}" for trial, _ in combined]
-    return draw_curves(path, list(zip(names, [[outcome.points for outcome in of] for _, of in combined], strict=True)))
-
-
 def draw_curves(
     path: Path, lines: Sequence[tuple[str, Sequence[Sequence[Point]]]], *, target: float | None = None
 ) -> bool:
@@ -123,7 +134,7 @@ def draw_curves(
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure = Figure(figsize=(11, max(4.2, 0.5 + 0.2 * len(lines))), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for number, (name, curves) in enumerate(lines):
         places = list(zip(*curves, strict=False))

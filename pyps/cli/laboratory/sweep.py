@@ -10,8 +10,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,11 +31,32 @@ T = TypeVar("T")
 # Read when a process loads a library.
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _LOOK_SECONDS = 0.2
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WARM_UP_STEPS, STEPS_MIN = 3, 8
 
 
 class ScriptFailed(Exception):
     """A user's script raised an error, which the text shows as Python does."""
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the block as Ctrl-C does, in the main thread, unless they are ignored (nohup)."""
+
+    def end(number: int, frame: object) -> None:
+        # A closed terminal sends two.
+        signal.signal(number, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    in_main = threading.current_thread() is threading.main_thread()
+    taken = [each for each in _SIGNALS[1:] if in_main and signal.getsignal(each) is signal.SIG_DFL]
+    for each in taken:
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        for each in taken:
+            signal.signal(each, signal.SIG_DFL)
 
 
 def grid(settings: Settings) -> tuple[list[Trial], list[str]]:
@@ -70,26 +92,28 @@ class Pool:
         self._done = context.Value("d", 0.0)
         self._executor = ProcessPoolExecutor(processes, context, _begin, (script, self._done, threads))
         self._processes, self._threads = processes, threads
-        self._before = {name: os.environ.get(name) for name in _THREADS}
+        self._before = {name: os.environ[name] for name in _THREADS if name in os.environ}
 
     def __enter__(self) -> Pool:
         os.environ.update(dict.fromkeys(_THREADS, str(self._threads)))
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After a failure a trial that runs is not waited for.
+        for child in multiprocessing.active_children() if kind else ():
+            child.kill()
         self._executor.shutdown(cancel_futures=True)
-        for name, value in self._before.items():
+        for name in _THREADS:
             del os.environ[name]
-            if value is not None:
-                os.environ[name] = value
+        os.environ.update(self._before)
 
     def _submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
         # A process that begins now hears Ctrl-C once it can end in silence.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             return self._executor.submit(call, *arguments)
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def sizes(self) -> tuple[int, int]:
         """Return how many parameters the script's model has, and how many examples its data."""
@@ -128,7 +152,7 @@ def _begin(script: Path | None, done: Synchronized[float], threads: int) -> None
     _script, _done, _threads = script, done, threads
     # Ctrl-C ends them in silence: the parent says what happens.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Pushes make no cycles: the collector would look through all workers for nothing.
     gc.set_threshold(100_000)
@@ -161,10 +185,10 @@ def _problem(seed: int) -> Any:
 def _in_script(call: Callable[[], T]) -> T:
     try:
         return call()
-    except PypsError:
-        raise
+    except SystemExit as ended:
+        raise ScriptFailed(f"pyps: {_script} ended with exit status {ended.code or 0}.") from None
     except Exception as error:
-        if _script is None:
+        if _script is None or isinstance(error, PypsError):
             raise
         raise ScriptFailed(explained(error, _script)) from None
 

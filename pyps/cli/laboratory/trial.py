@@ -155,11 +155,11 @@ class _Training:
         blocked = sum(worker.blocked_seconds for worker in simulation.workers)
         computing = sum(worker.computing_seconds for worker in simulation.workers)
         hits = (point for point in points if target is not None and point.figure <= target)
-        hit = next(hits, Point(0, math.nan, math.nan))
+        hit = next(hits, None)
         return {
             "figure": points[-1].figure if points else math.nan,
-            "target_seconds": hit.seconds,
-            "target_examples": hit.examples,
+            "target_seconds": hit.seconds if hit else math.nan,
+            "target_examples": hit.examples if hit else math.nan,
             "seconds": now,
             "examples": self._examples,
             "updates_per_second": tally.updates / shards / now if now else math.nan,
