@@ -7,6 +7,7 @@ import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import typer
@@ -27,11 +28,16 @@ from pyps_wire.errors import InvalidArgument
 
 STEPS_MIN = 4
 SHOWN = 8
+# A target that is reached in this share of the training.
+EARLY = 0.1
+# A prediction that is off by more is named.
+FAR_OFF = 0.25
 NOT_MODELLED = (
     "GPUs that share a machine, data loading, other traffic, packet loss, TLS, servers with too few cores",
     "rates that change over time, weight decay, clipping, and any optimizer but the servers' SGD",
     "figures after more examples than were tried: who is ahead early may not be ahead late",
     "DDP is taken at its best: its exchange is hidden behind the backward pass as far as it fits there",
+    "buffers such as BatchNorm's stay with their worker",
 )
 
 
@@ -46,7 +52,7 @@ def advise(
     step_seconds: Annotated[
         str, typer.Option(help="Mean time of a worker's step, as 20ms; otherwise that of this machine's processors.")
     ] = "",
-    times: Annotated[str, typer.Option(help="How it varies, as lognormal:0.15; otherwise as measured.")] = "",
+    times: Annotated[str, typer.Option(help="How it varies; otherwise as measured, or lognormal:0.15.")] = "",
     latency: Annotated[str, typer.Option(help="Of the workers' links, as 1ms; otherwise this machine's own.")] = "",
     bandwidth: Annotated[str, typer.Option(help="Each way, as 1gbit; otherwise as on this machine.")] = "",
     seeds: Annotated[int, typer.Option(help="Trials of each way.", min=1)] = 2,
@@ -68,8 +74,7 @@ def advise(
     given = Settings(workers=workers, rate=rate, bandwidth=bandwidth, seeds=seeds, **flags)
     try:
         typer.echo("measuring a step and a round ...", err=True)
-        if (load := os.getloadavg()[0]) > cores / 2:
-            typer.echo(f"this machine does other work (load {load:.1f}): what is measured may be too slow", err=True)
+        load = os.getloadavg()[0]
         steps = measure_steps(script, batch_size=given.batch_size, at_once=1, threads=cores)
         around = measure_round(script, given, steps.seconds, threads=cores)
         with Pool(script, processes or cores) as pool:
@@ -77,7 +82,7 @@ def advise(
             measured = replace(
                 given,
                 step_seconds=step_seconds or f"{steps.seconds:.6g}",
-                times=times or f"lognormal:{steps.sigma:.3g}",
+                times=times or ("lognormal:0.15" if step_seconds else f"lognormal:{steps.sigma:.3g}"),
                 # Half there and half back: so it is each worker's own, however many steps it takes between.
                 latency=f"{given.network.latency_seconds + around.exchange_seconds / 2:.6g}",
             ).sized(num_parameters=size, num_examples=num_examples)
@@ -91,11 +96,14 @@ def advise(
             tried = given.rates if rate else []
             found = make_advice(pool, measured, link, around.service_for, rates=tried, tell=_tell)
         page = _page(script, found, measured, around, given=given, is_given=bool(step_seconds))
+        if load > cores / 2:
+            page.insert(2, f"Do not trust this: other work (load {load:.1f}) held up what was measured here.")
         for line in page:
             console.print(line, highlight=False, markup=False)
         console.print(_table(found))
         if check:
-            _check(console, script, found.best, min(workers, cores), check_seconds)
+            page.append(_check(script, found.best, min(workers, cores), check_seconds))
+            console.print(page[-1], highlight=False, markup=False)
     except ScriptFailed as failed:
         typer.echo(str(failed), err=True)
         raise typer.Exit(1) from None
@@ -133,17 +141,21 @@ def _page(
         lines.append("Stay with one process: more workers do not get there clearly sooner.")
     elif found.verdict == "ddp":
         lines.append(
-            "Take DDP (torch.distributed): it is as quick here, and simpler. pyps is for workers that differ in speed, "
-            "fail, or have slow links."
+            "Take DDP (torch.distributed): it is as quick here, and simpler. pyps pays where workers differ more in "
+            "speed, fail, or have slower links."
         )
     elif found.verdict == "none":
         lines.append("No way gets there with so many examples: give more --epochs, or another --target.")
     lines.append("Start with:" if found.verdict == "pyps" else "With pyps the quickest way is:")
     lines += [_command(best), *_why(found)]
+    spread = "how far seeds differ, one does not tell (--seeds)"
+    if measured.seeds > 1:
+        spread = f"the best takes {_spread(best, target)}. Ways within that of each other are not told apart"
     lines.append(
-        f"How sure: {counted(measured.seeds, 'seed')} of each way, of {best.settings.examples:,} examples; the best "
-        f"takes {_spread(best, target)}. Ways within that of each other are not told apart."
+        f"How sure: {counted(measured.seeds, 'seed')} of each way, of {best.settings.examples:,} examples; {spread}."
     )
+    if best.mean_seconds_to(target) < EARLY * fmean(points[-1].seconds for points in best.curves):
+        lines.append("The target is reached early, where chance decides: name a lower one (--target).")
     lines.append("Not modelled: " + "; ".join(NOT_MODELLED) + ".")
     return lines
 
@@ -156,9 +168,9 @@ def _why(found: Advice) -> list[str]:
         if others:
             lines.append(f"The best other {name}, {getattr(others[0].trial, name)}, takes {_time(others[0], target)}.")
     if best.settings.codec != "float32":
-        lines.append(f"{best.settings.codec}: float32 would clearly slow the workers on this link.")
+        lines.append(f"{best.settings.codec}: with float32 workers would compute clearly fewer examples a second.")
     if best.settings.local_steps > 1:
-        lines.append(f"{LOCAL_STEPS} local steps: the link does not carry a gradient a step.")
+        lines.append(f"{LOCAL_STEPS} local steps: with one a step workers would compute clearly fewer examples.")
     fewer = [way for way in found.ways if way.settings.workers < best.settings.workers]
     lines += [f"With {way.settings.workers} workers it takes {_time(way, target)}." for way in fewer]
     staleness, waiting = best.mean("mean_staleness"), best.mean("waiting")
@@ -170,14 +182,13 @@ def _command(way: Way) -> str:
     flags = ["--workers", str(way.settings.workers), "--protocol", way.trial.protocol]
     flags += ["--staleness", way.trial.staleness]
     command = f"pyps run {shlex.join(flags)} -- python train.py"
+    codecs, name, more = _codecs(way), "RemoteOptimizer", ""
     if way.settings.local_steps > 1:
-        lead = f'LocalTraining(model, torch.optim.SGD(parameters, lr={way.trial.rate:g}), outer="average", sync_every='
-        settings = f"{lead}{way.settings.local_steps}, launch=Launch({_codecs(way)}))"
-    else:
-        codecs = _codecs(way)
-        launch = f", launch=Launch({codecs})" if codecs else ""
-        settings = f"RemoteOptimizer(model, torch.optim.SGD(parameters, lr={way.trial.rate:g}){launch})"
-    return f"  {command}\n  {settings}"
+        name, more = "LocalTraining", f', outer="average", sync_every={way.settings.local_steps}'
+    launch = f", launch=Launch({codecs})" if codecs else ""
+    line = f"optimizer = {name}(model, torch.optim.SGD(model.parameters(), lr={way.trial.rate:g}){more}{launch})"
+    imported = f"from pyps_client import {'Launch, ' if codecs else ''}{name}"
+    return f"  {command}    # all on this machine; docs/machines.md has more machines\n  {imported}\n  {line}"
 
 
 def _codecs(way: Way) -> str:
@@ -208,17 +219,16 @@ def _table(found: Advice) -> Table:
     return table
 
 
-def _check(console: Console, script: Path, best: Way, workers: int, seconds: float) -> None:
-    """Run the best way with as many workers as this machine has processors, and show prediction and measurement."""
+def _check(script: Path, best: Way, workers: int, seconds: float) -> str:
+    """Run the best way with as many workers as this machine has processors; say what was predicted and measured."""
     best = best._replace(settings=replace(best.settings, local_steps=1))
     typer.echo(f"running {counted(workers, 'worker')} on this machine for {in_seconds(seconds)} ...", err=True)
     rows = check_way(script, best, workers=workers, seconds=seconds)
-    table = Table(caption=f"{counted(workers, 'real worker')} and a server on this machine, {best.trial.protocol}")
-    for name in ("", "predicted", "measured", "off by"):
-        table.add_column(name, justify="right" if name else "left")
-    for row in rows:
-        table.add_row(row.what, f"{row.predicted:,.3f}", f"{row.measured:,.3f}", f"{row.off:+.0%}")
-    console.print(table)
+    said = [f"{row.what} {row.predicted:,.2f} predicted, {row.measured:,.2f} measured, {row.off:+.0%}" for row in rows]
+    far = any(abs(row.off) > FAR_OFF for row in rows)
+    doubt = " So far off, the times above are not to be trusted." if far else ""
+    who = f"{counted(workers, 'real worker')} and a server on this machine, {best.trial.protocol}"
+    return f"Checked with {who}: {'; '.join(said)}.{doubt}"
 
 
 def _time(way: Way, target: float) -> str:

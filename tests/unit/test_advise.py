@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pyps.cli.laboratory.advice import Advice, Speeds, Way, _fewer, protocols_for, reached
+from pyps.cli.laboratory.advice import Advice, Speeds, Way, _fewer, best_first, protocols_for, reached
 from pyps.cli.laboratory.settings import Settings
 from pyps.cli.laboratory.sweep import Pool
 from pyps.cli.laboratory.trial import Outcome, Point, Trial
@@ -43,6 +43,17 @@ def test_a_target_is_reached_between_two_points_and_by_no_curve_that_stays_above
     assert reached(points, 1.5) == 1.0
     assert reached(points, 0.4) == math.inf
     assert reached([Point(0, 0.0, math.nan), *points], 1.0) == 2.0
+    # What comes back above it has not got there.
+    back = [*points, Point(30, 4.0, 1.5)]
+    assert reached(back, 1.0) == math.inf
+    assert reached([*back, Point(40, 5.0, 0.5)], 1.0) == 4.5
+
+
+def test_of_ways_that_are_about_as_quick_the_one_that_ends_best_comes_first():
+    ends = [way(1.0), way(1.05), way(1.2), way(math.inf)]
+    ends[1].curves[0][-1] = ends[1].curves[0][-1]._replace(figure=-0.05)
+    quick, better, slow, never = ends
+    assert best_first([never, slow, quick, better], 0.5) == [better, quick, slow, never]
 
 
 def test_fewer_workers_keep_the_slow_ones_that_fit():

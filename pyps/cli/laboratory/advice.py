@@ -66,7 +66,7 @@ class Advice:
     target: float
     one: Way
     ddp: Way
-    # Of pyps, by the seconds to the target.
+    # Of pyps.
     ways: list[Way]
 
     @property
@@ -85,12 +85,23 @@ class Advice:
 
 
 def reached(points: Sequence[Point], target: float) -> float:
-    """Return the time at which a curve is at the target, between its points."""
+    """Return the time from which on a curve stays at the target, between its points."""
+    seconds = math.inf
     for before, after in pairwise(points):
-        if after.figure <= target:
+        if not after.figure <= target:
+            seconds = math.inf
+        elif seconds == math.inf:
             share = (before.figure - target) / (before.figure - after.figure) if before.figure > target else 0.0
-            return before.seconds + share * (after.seconds - before.seconds)
-    return math.inf
+            seconds = before.seconds + share * (after.seconds - before.seconds)
+    return seconds
+
+
+def best_first(ways: Sequence[Way], target: float) -> list[Way]:
+    """Return the ways in order: those that are about as quick as the quickest by their last figures, then by time."""
+    times = [way.mean_seconds_to(target) for way in ways]
+    enough = AS_GOOD * min(times)
+    keys = [(time > enough, 0.0 if time <= enough else time, way.last) for time, way in zip(times, ways, strict=True)]
+    return [way for _, way in sorted(zip(keys, ways, strict=True), key=lambda pair: pair[0])]
 
 
 def advise(
@@ -110,7 +121,7 @@ def advise(
     tell("one process, at each rate")
     one = min(_ways("one process", pool, alone, "serial", "none", rates or RATES), key=lambda way: way.last)
     start, end = fmean(points[0].figure for points in one.curves), one.last
-    if not end < start:
+    if not end < start < math.inf:
         tried = ", ".join(f"{rate:g}" for rate in rates or RATES)
         raise InvalidArgument(
             f"one process learns nothing at any rate of {tried}: its figure goes from {start:.4g} to {end:.4g}; give "
@@ -122,24 +133,23 @@ def advise(
     ways = list[Way]()
     with Pool(None, 1) as untrained:
         speeds = Speeds(untrained)
-        for name in protocols_for(settings.workers):
+        names = protocols_for(settings.workers)
+        for number, name in enumerate(names, 1):
             coded = speeds.with_codec(replace(settings, service_seconds=service_for(name)), name)
-            tell(f"{name}, {coded.codec}")
+            tell(f"{name}, {coded.codec} (protocol {number} of {len(names)})")
             ways += _ways("pyps", pool, coded, name, POLICIES, around)
         settings = replace(settings, service_seconds=service_for("hardsync"))
         if speeds.local_pays(settings):
             local = seldom(settings)
             tell(f"hardsync, {local.local_steps} local steps, {local.codec}")
             ways += _ways("pyps", pool, local, "hardsync", "none", around)
-    ways.sort(key=lambda way: (way.mean_seconds_to(target), way.last))
-    best = ways[0]
+    best = best_first(ways, target)[0]
     for workers in sorted({settings.workers // 2, settings.workers // 4} - {0, 1}):
         tell(f"{best.trial.protocol} with {workers} workers")
         fewer = replace(best.settings, workers=workers, slow=_fewer(best.settings.slow, workers))
         ways += _ways("pyps", pool, fewer, best.trial.protocol, best.trial.staleness, [best.trial.rate])
-    ways.sort(key=lambda way: (way.mean_seconds_to(target), way.last))
     tell("DDP")
-    return Advice(target, one, _ddp(pool, settings, link, around, target), ways)
+    return Advice(target, one, _ddp(pool, settings, link, around, target), best_first(ways, target))
 
 
 def protocols_for(workers: int) -> list[str]:
@@ -168,7 +178,8 @@ class Speeds:
         """Return the settings with the codec of the most bits that is about as quick as the quickest one."""
         tried = [coded(settings, codec) for codec in CODECS]
         speeds = [self._of(each, protocol) for each in tried]
-        return next(each for each, speed in zip(tried, speeds, strict=True) if speed >= QUICK_ENOUGH * max(speeds))
+        quick = (each for each, speed in zip(tried, speeds, strict=True) if speed >= QUICK_ENOUGH * max(speeds))
+        return next(quick, tried[-1])
 
     def local_pays(self, settings: Settings) -> bool:
         """Return whether workers that seldom exchange compute clearly more examples."""
