@@ -22,7 +22,7 @@ from pyps.cli.laboratory.advice import advise as make_advice
 from pyps.cli.laboratory.check import check as check_way
 from pyps.cli.laboratory.measure import Round, measure_round, measure_steps
 from pyps.cli.laboratory.settings import Settings, with_cluster
-from pyps.cli.laboratory.sweep import Pool, ScriptFailed
+from pyps.cli.laboratory.sweep import Pool, ScriptFailed, ended_by_signals
 from pyps.units import counted, in_bytes, in_seconds, parse_seconds
 from pyps_wire.errors import InvalidArgument
 
@@ -42,6 +42,7 @@ NOT_MODELLED = (
 
 
 @with_cluster("batch_size", "epochs", "slow", "failures", "target")
+@ended_by_signals()
 def advise(
     script: Annotated[
         Path,
@@ -72,6 +73,10 @@ def advise(
     # Until a step is measured, one that takes hardly any time.
     flags |= {"step_seconds": step_seconds or "1us", "times": times or "fixed", "latency": latency or "0"}
     given = Settings(workers=workers, rate=rate, bandwidth=bandwidth, seeds=seeds, **flags)
+    if out is not None:
+        # The trials take long: what cannot be written is said now.
+        with report.writing(out):
+            pass
     try:
         typer.echo("measuring a step and a round ...", err=True)
         load = os.getloadavg()[0]
@@ -108,7 +113,8 @@ def advise(
         typer.echo(str(failed), err=True)
         raise typer.Exit(1) from None
     if out is not None:
-        _write(out, page, found)
+        with report.writing(out):
+            _write(out, page, found)
 
 
 def _tell(text: str) -> None:
@@ -251,7 +257,6 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _write(folder: Path, page: list[str], found: Advice) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     text = "\n\n".join([f"# {page[0]}", *(f"```\n{line}\n```" if line.startswith("  ") else line for line in page[1:])])
     ways = [*found.ways[:SHOWN], found.ddp, found.one]
     drawn = report.draw_curves(folder / "advice.png", [(_label(way), way.curves) for way in ways], target=found.target)
