@@ -26,7 +26,8 @@ def run(start_python: StartPython, *flags: str, code: str, env: dict[str, str | 
 
 
 def servers_of(launcher: PythonProcess) -> list[psutil.Process]:
-    return [child for child in psutil.Process(launcher.pid).children() if "serve" in child.cmdline()]
+    living = [child for child in psutil.Process(launcher.pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in living if "serve" in child.cmdline()]
 
 
 def server_of(launcher: PythonProcess, folder: Path) -> psutil.Process:
@@ -309,10 +310,12 @@ def test_a_standby_goes_on_in_the_place_of_a_server_that_was_killed(start_python
     """Also with a worker that joins only then."""
     go = tmp_path / "go"
     code = (
-        "import numpy, os, pathlib, time, pyps_client\n"
-        f"while os.environ['PYPS_WORKER_INDEX'] == '1' and not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)\n"
+        "import itertools, numpy, os, pathlib, time, pyps_client\n"
+        f"go, left = pathlib.Path({str(go)!r}), 30\n"
+        "while os.environ['PYPS_WORKER_INDEX'] == '1' and not go.exists(): time.sleep(0.05)\n"
         "with pyps_client.Client({'w': numpy.zeros(4, numpy.float32)}) as client:\n"
-        "    for step in range(30):\n"
+        "    for step in itertools.takewhile(lambda step: left, itertools.count()):\n"
+        "        left -= go.exists()\n"
         "        client.push({'w': numpy.ones(4, numpy.float32)})\n"
         "        client.pull()\n"
         "        print('step', step, flush=True)\n"
