@@ -104,7 +104,8 @@ def advise(
         if load > cores / 2:
             page.insert(2, f"Do not trust this: other work (load {load:.1f}) held up what was measured here.")
         for line in page:
-            console.print(line, highlight=False, markup=False)
+            # What is to be copied is not folded.
+            console.print(line, highlight=False, markup=False, soft_wrap=line.startswith("  "))
         console.print(_table(found))
         if check:
             page.append(_check(script, found.best, min(workers, cores), check_seconds))
@@ -152,7 +153,7 @@ def _page(
         )
     elif found.verdict == "none":
         lines.append("No way gets there with so many examples: give more --epochs, or another --target.")
-    lines.append("Start with:" if found.verdict == "pyps" else "With pyps the quickest way is:")
+    lines.append("Start with:" if found.verdict == "pyps" else "With pyps the best way is:")
     lines += [_command(best), *_why(found)]
     spread = "how far seeds differ, one does not tell (--seeds)"
     if measured.seeds > 1:
