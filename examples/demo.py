@@ -27,9 +27,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pyps.cli.control import Control, inherited_token
+from pyps.cli.control import inherited_token
 from pyps.cli.status import merged, taken
 from pyps.config import ConfigError
+from pyps.control import Control
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_job, spelled
 from pyps.units import counted

@@ -24,7 +24,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pyps.cli.control import INTERRUPTED, Control, DataServers, TokenFile, data_addresses, fail
+from pyps.cli.control import INTERRUPTED, DataServers, TokenFile, data_addresses, fail
+from pyps.control import Control
 from pyps_client import Launch, Session
 from pyps_client.credentials import Credentials, read_token
 from pyps_client.push import Plan

@@ -13,9 +13,10 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from pyps.cli.control import Control, inherited_token
+from pyps.cli.control import inherited_token
 from pyps.cli.serve import KEPT, OF_A_JOB, with_settings
 from pyps.config import ConfigError
+from pyps.control import Control
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_job, spelled
 from pyps.launcher.process import COORDINATOR

@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pyps.cli.control import INTERRUPTED, Control, ObserverTokenFile, Servers, not_named, resolved
+from pyps.cli.control import INTERRUPTED, ObserverTokenFile, Servers, resolved
+from pyps.control import Control, not_named
 from pyps.units import in_bytes, in_seconds
 from pyps_client.credentials import read_token
 from pyps_wire import common_pb2 as common

@@ -16,8 +16,8 @@ import pytest
 from certified import served, shown
 from client_support import Reference, gradients_like, make_client, small_model
 from pyps.certificates import Authority
-from pyps.cli.control import Control
 from pyps.config import ServerConfig
+from pyps.control import Control
 from pyps.service.standby import follower
 from pyps.service.standby.feed import BACKLOG_BYTES_MAX, Feed, Line
 from pyps.service.standby.link import own_address

@@ -131,8 +131,8 @@ RULES: dict[str, Callable[[Import], bool]] = {
         and not ((i.is_stdlib and not i.is_of(*OUTSIDE_WORLD)) or i.is_of("numpy", *OF_WORK, "pyps.work", "pyps.lbfgs"))
     ),
     "core knows no clock, file, process or network": lambda i: i.is_by("pyps.core") and i.is_of(*OUTSIDE_WORLD),
-    "grpc stays in service, cli and the client's transport": lambda i: (
-        i.is_of(*GRPC) and not i.is_by("pyps.service", "pyps.cli", "pyps_client.transport.grpc")
+    "grpc stays in service, cli, control and the client's transport": lambda i: (
+        i.is_of(*GRPC) and not i.is_by("pyps.service", "pyps.cli", "pyps.control", "pyps_client.transport.grpc")
     ),
     "the server's distribution imports torch only to read what torch saved, and to write it": lambda i: (
         i.is_of("torch") and i.is_by("pyps") and not (i.importer == "pyps.storage.parameter_file" and i.lazy)
@@ -152,10 +152,10 @@ RULES: dict[str, Callable[[Import], bool]] = {
     "nothing of the client's distribution imports the server's": lambda i: (
         i.is_by("pyps_wire", "pyps_client") and i.is_of("pyps")
     ),
-    "the server's distribution imports the client in cli, launcher and ray, and its encoder to simulate": lambda i: (
+    "the server's distribution imports the client to call servers, and its encoder to simulate": lambda i: (
         i.is_by("pyps")
         and i.is_of("pyps_client")
-        and not i.is_by("pyps.cli", "pyps.launcher", "pyps.ray")
+        and not i.is_by("pyps.cli", "pyps.control", "pyps.launcher", "pyps.ray", "pyps.watch")
         and not (i.is_by("pyps.simulation") and i.is_of("pyps_client.vectors"))
     ),
     "no module of the client imports from a floor above its own": lambda i: (

@@ -12,9 +12,9 @@ from threading import Event
 
 import typer
 
-from pyps.cli.control import Control
 from pyps.cli.coordination.link import Link, ServerRestarted, Traffic
 from pyps.cli.coordination.settings import CoordinationSettings
+from pyps.control import Control
 from pyps.core.vectors.program import Instruction, Operation, combine_answers
 from pyps.lbfgs.machine import VECTORS, Evaluation, ServerState
 from pyps.lbfgs.optimizer import IterationReport, Lbfgs, Summary

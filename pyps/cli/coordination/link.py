@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from pyps.cli.control import Control
+from pyps.control import Control
 from pyps_client import log
 from pyps_client.join import Handshake
 from pyps_client.launch import Launch

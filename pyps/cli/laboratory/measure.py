@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyps.cli.control import Control
 from pyps.cli.laboratory.settings import Settings, pulls_apart
 from pyps.cli.laboratory.sweep import Pool
 from pyps.cli.laboratory.trial import Trial
+from pyps.control import Control
 from pyps.core import protocols
 from pyps.launcher.environment import START_SECONDS, JobSettings, spelled
 from pyps.launcher.job import Job, JobError

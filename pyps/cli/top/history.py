@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Event
 
 from pyps.cli import status
-from pyps.cli.control import Control, change_all, in_force, settled
+from pyps.control import Control, change_all, in_force, settled
 from pyps_client.credentials import read_token
 from pyps_client.places import address_of
 from pyps_wire import inspector_pb2 as pb

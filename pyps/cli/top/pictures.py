@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pyps.cli import status
-from pyps.cli.control import not_named
 from pyps.cli.status import harmless, work_tables
 from pyps.cli.top.history import BANDS, Answer, History, Point
+from pyps.control import not_named
 from pyps.units import counted, in_bytes, in_seconds
 
 # From fresh to stale.

@@ -20,10 +20,10 @@ from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Footer, Input, Static, TabbedContent, TabPane
 
-from pyps.cli.control import not_named
 from pyps.cli.status import harmless
 from pyps.cli.top import pictures
 from pyps.cli.top.history import INTERVAL_SECONDS, Answer, History, Point, configure, poll
+from pyps.control import not_named
 from pyps.units import counted
 from pyps_wire import inspector_pb2 as pb
 

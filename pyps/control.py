@@ -1,0 +1,157 @@
+"""Calls to the control ports of running servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from pyps import __version__
+from pyps.units import counted
+from pyps_client.credentials import Credentials
+from pyps_client.transport.grpc import metadata_of, open_channel
+from pyps_wire import inspector_pb2 as pb
+from pyps_wire.common_pb2 import ROLE_OBSERVER, Sender
+from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER, PROTOCOL_VERSION, stub_of
+from pyps_wire.errors import METADATA_KEY, NotAuthenticated, ProtocolMismatch, PypsError, ServerUnavailable, from_status
+from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest, LeaveRequest
+
+TIMEOUT_SECONDS = 10.0
+SAVE_TIMEOUT_SECONDS = 600.0
+
+
+class Control:
+    """A connection to a server's control port, which the server's data port leads to too."""
+
+    def __init__(self, address: str, *, token: str, timeout_seconds: float = TIMEOUT_SECONDS):
+        self.address = address
+        self._timeout_seconds = timeout_seconds
+        self._credentials = Credentials.from_environment(token)
+        self._metadata = metadata_of(self._credentials)
+        self._channel = open_to(address, self._credentials)
+
+    def call(self, method: str, request: Any) -> Any:
+        """Call the Inspector service; raise PypsError with the server's message."""
+        try:
+            return self._call(INSPECTOR, method, request)
+        except ProtocolMismatch:
+            self.address = _same_host(self.address, self.hello().control_address)
+            self._channel.close()
+            self._channel = open_to(self.address, self._credentials)
+        return self._call(INSPECTOR, method, request)
+
+    def hello(self) -> HelloReply:
+        """Return an observer's Hello; raise ProtocolMismatch if the address is no data port."""
+        request = HelloRequest(protocol_version=PROTOCOL_VERSION, software=f"pyps {__version__}", role=ROLE_OBSERVER)
+        reply: HelloReply = self._call(PARAMETER_SERVER, "Hello", request)
+        return reply
+
+    def data_address(self) -> str:
+        try:
+            self.hello()
+        except ProtocolMismatch:
+            return _same_host(self.address, self.call("GetStatus", pb.GetStatusRequest()).data_address)
+        return self.address
+
+    def leave_for(self, worker: pb.WorkerInfo, run_id: str, *, key: str) -> None:
+        """Send Leave for a worker with that key whose process has ended."""
+        sender = Sender(run_id=run_id, worker_id=worker.worker_id, incarnation=worker.incarnation, secret=key.encode())
+        request = LeaveRequest(sender=sender, cause=LeaveRequest.CAUSE_FAILED, message="its process has ended")
+        channel = open_to(self.data_address(), self._credentials)
+        try:
+            stub_of(PARAMETER_SERVER, channel).Leave(request, timeout=self._timeout_seconds, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self._readable(error) from None
+        finally:
+            channel.close()
+
+    def _call(self, service: str, method: str, request: Any) -> Any:
+        call = getattr(stub_of(service, self._channel), method)
+        timeout = SAVE_TIMEOUT_SECONDS if method == "SaveCheckpoint" else self._timeout_seconds
+        try:
+            return call(request, timeout=timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self._readable(error) from None
+
+    def _readable(self, error: Any) -> PypsError:
+        code, details = error.code(), error.details() or ""
+        if code is grpc.StatusCode.UNAVAILABLE:
+            if refusal := self._credentials.refusal(self.address, details):
+                return NotAuthenticated(refusal)
+            return ServerUnavailable(f"no server answers on {self.address}: check the address and that the server runs")
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return ProtocolMismatch(f"{self.address} speaks gRPC but is no port of a pyps server: check the address")
+        names = [value for key, value in error.trailing_metadata() or () if key == METADATA_KEY]
+        known = from_status(code.name, details, names[0] if names else None)
+        return type(known)(f"{self.address}: {details or code.name}")
+
+    def __enter__(self) -> Control:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._channel.close()
+
+
+def change_all(
+    addresses: Sequence[str], token: str, method: str, request: Any
+) -> tuple[list[tuple[str, Any]], list[PypsError]]:
+    """Make a change on every server, unless one refuses to validate it; return replies and refusals."""
+    check = type(request)()
+    check.CopyFrom(request)
+    check.validate_only = True
+    _, refusals = call_all(addresses, token, method, check)
+    if refusals:
+        return [], refusals
+    return call_all(addresses, token, method, request)
+
+
+def call_all(
+    addresses: Sequence[str], token: str, method: str, request: Any
+) -> tuple[list[tuple[str, Any]], list[PypsError]]:
+    """Make the same call on every server; return the replies by control address, and the refusals."""
+    replies: list[tuple[str, Any]] = []
+    refusals: list[PypsError] = []
+    for address in addresses:
+        with Control(address, token=token) as control:
+            try:
+                reply = control.call(method, request)
+                replies.append((control.address, reply))
+            except PypsError as error:
+                refusals.append(error)
+    return replies, refusals
+
+
+def in_force(reply: Any) -> str:
+    """Return what is in force, as "hardsync, staleness none, learning rate 0.01"."""
+    words = [reply.protocol, f"staleness {reply.staleness}"]
+    if rates := dict.fromkeys(f"{rate.base:g}" for rate in reply.learning_rates):
+        words.append(f"learning rate {' and '.join(rates)}")
+    if reply.schedule != "constant":
+        words.append(f"schedule {reply.schedule}")
+    return ", ".join(words)
+
+
+def settled(reply: Any) -> str:
+    """Return what became of waiting gradients; "" if there were none."""
+    gradients, updates = counted(reply.gradients_settled, "gradient"), counted(reply.updates_made, "update")
+    return f"; {gradients} that waited became {updates}" if reply.gradients_settled else ""
+
+
+def not_named(statuses: Sequence[pb.Status]) -> str:
+    """Return a line about the run's servers that are missing here; "" if none is."""
+    total = max((status.num_servers for status in statuses), default=0)
+    missing = sorted({*range(total)} - {status.server_index for status in statuses if status.num_servers})
+    if not missing:
+        return ""
+    subject = f"server {missing[0]} of {total} was" if len(missing) == 1 else f"{len(missing)} of {total} servers were"
+    return f"{subject} not named: name all with --servers"
+
+
+def open_to(address: str, shown: Credentials) -> grpc.Channel:
+    return open_channel(address, shown, [("grpc.enable_http_proxy", 0)])
+
+
+def _same_host(address: str, bound: str) -> str:
+    """Return the bound port at the host of an address."""
+    return f"{address.rpartition(':')[0]}:{bound.rpartition(':')[2]}"
