@@ -28,12 +28,12 @@ from rich.table import Table
 from rich.text import Text
 
 from pyps.cli.control import inherited_token
-from pyps.cli.status import merged, taken
 from pyps.config import ConfigError
 from pyps.control import Control
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_job, spelled
 from pyps.units import counted
+from pyps.watch.answer import merged, taken
 from pyps_client.arrays import Observer
 from pyps_client.launch import Launch
 from pyps_wire import inspector_pb2 as pb

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -20,6 +17,7 @@ from rich.text import Text
 from pyps.cli.control import INTERRUPTED, ObserverTokenFile, Servers, resolved
 from pyps.control import Control, not_named
 from pyps.units import in_bytes, in_seconds
+from pyps.watch.answer import Answer, codecs_of, merged, printable, taken, waits_for, workers_of
 from pyps_client.credentials import read_token
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
@@ -35,30 +33,6 @@ WATCH_SECONDS = 2.0
 PIPE_COLUMNS = 240
 # What is known of a server that serves no run yet.
 OF_A_STANDBY = ("data", "state", "run", "restored or reset", "version", "up for", "standby")
-# A message as a dictionary, without leaving out fields that are 0 or empty.
-_plain = partial(MessageToDict, always_print_fields_with_no_presence=True)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answers of one server; events are in order, `work` is server 0's."""
-
-    address: str
-    status: pb.Status
-    workers: Sequence[pb.WorkerInfo]
-    shards: Sequence[pb.ShardInfo]
-    events: Sequence[pb.Event]
-    work: work_wire.WorkProgress
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "address": self.address,
-            "status": _plain(self.status),
-            "workers": [*map(_plain, self.workers)],
-            "shards": [*map(_plain, self.shards)],
-            "events": [*map(_plain, self.events)],
-            "work": _plain(self.work),
-        }
 
 
 def status(
@@ -260,12 +234,6 @@ def _workers_table(answers: Sequence[Answer], *, wide: bool) -> Table:
     return _table("workers", rows, left=("worker", "state", "replica", "parts", "where", "transport"))
 
 
-def codecs_of(worker: pb.WorkerInfo) -> str:
-    """Return the codecs of a worker's gradients and parameters; empty where both are float32."""
-    both = worker.gradient_codec, worker.parameter_codec
-    return "" if set(both) <= {"float32", ""} else ", ".join(both)
-
-
 def _shards_table(answers: Sequence[Answer], shown: int | None, *, wide: bool) -> Table:
     all_shards = [(answer.address, shard) for answer in answers for shard in answer.shards]
     in_parts = any(shard.part for _, shard in all_shards)
@@ -301,35 +269,6 @@ def _table(title: str, rows: Sequence[dict[str, object]], *, left: Sequence[str]
 
 def _add(table: Table, *cells: object) -> None:
     table.add_row(*(harmless(str(cell)) for cell in cells))
-
-
-def workers_of(answers: Sequence[Answer]) -> dict[str, list[pb.WorkerInfo]]:
-    """Return each worker's entries by name; the first is of the server that heard from the worker last."""
-    known = defaultdict(list)
-    for worker in (worker for answer in answers for worker in answer.workers):
-        known[worker.worker_id].append(worker)
-    return {name: sorted(infos, key=lambda info: info.silent_seconds) for name, infos in known.items()}
-
-
-def waits_for(known: Sequence[pb.WorkerInfo]) -> list[str]:
-    return sorted({name for worker in known for name in worker.waits_for})
-
-
-def taken(tally: pb.Tally) -> int:
-    """Return the pushed shards that became part of an update, or wait for one."""
-    return tally.pushes_applied + tally.pushes_pending
-
-
-def merged(tallies: Sequence[pb.Tally]) -> pb.Tally:
-    """Return the counts of several servers in one; means are weighted by the gradients taken."""
-    total = pb.Tally(staleness_max=max(tally.staleness_max for tally in tallies))
-    counts = ("pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "bytes_in", "bytes_out")
-    for name in (*counts, "blocked_seconds"):
-        setattr(total, name, sum(getattr(tally, name) for tally in tallies))
-    for name in ("staleness_mean", "step_lost"):
-        weighed = sum(getattr(tally, name) * taken(tally) for tally in tallies)
-        setattr(total, name, weighed / max(1, taken(total)))
-    return total
 
 
 def _staleness(tally: pb.Tally) -> str:
@@ -386,4 +325,4 @@ def work_tables(work: work_wire.WorkProgress) -> Iterator[Table]:
 
 def harmless(words: str) -> Text:
     """Return the words without control characters and markup, which names from workers may contain."""
-    return Text("".join(character if character.isprintable() else "?" for character in words))
+    return Text(printable(words))

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from pyps.cli.demo import example
-from pyps.cli.status import merged
+from pyps.watch.answer import merged
 from pyps_wire import inspector_pb2 as pb
 
 

@@ -161,6 +161,11 @@ RULES: dict[str, Callable[[Import], bool]] = {
     "no module of the client imports from a floor above its own": lambda i: (
         i.is_by("pyps_client") and _floor(i.name) > _floor(i.importer)
     ),
+    "watch knows a run by what its servers say, and by its log": lambda i: (
+        i.is_by("pyps.watch")
+        and i.is_of("pyps")
+        and not i.is_of("pyps.watch", "pyps.control", "pyps.units", "pyps.core", "pyps.storage")
+    ),
     "nothing but cli imports cli or the server": lambda i: (
         i.is_of("pyps.cli", "pyps.service.server") and not i.is_by("pyps.cli", "pyps.service.server", "pyps.__main__")
     ),
@@ -194,6 +199,7 @@ def test_rules_find_what_breaks_them():
         ("pyps_client.transport.memory", "def f():\n  from pyps_client.pull import Receiver"),
         ("pyps_client.push", "from pyps_client import worker"),
         ("pyps.run", "from pyps_client import Client"),
+        ("pyps.watch.history", "from pyps.run.run import Run"),
     ):
         assert any(broken(found) for found in imports_of(importer, ast.parse(text)) for broken in RULES.values()), text
 

@@ -18,7 +18,7 @@ def answer(address: str, *, uptime: float, version: int, clock: int = 0, stale: 
     status = pb.Status(uptime_seconds=uptime, version_max=version)
     worker = pb.WorkerInfo(worker_id="w", clock=clock, scalars={"loss": loss})
     histogram = pb.StalenessHistogram(buckets=buckets)
-    return Answer(address, status, [worker], (), [], work.WorkProgress(), histogram, pb.Memory(), "")
+    return Answer(address, status, [worker], (), [], work.WorkProgress(), histogram)
 
 
 def test_every_staleness_has_the_band_that_names_it():

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 
-from pyps.cli import status
 from pyps.control import Control, change_all, in_force, settled
+from pyps.watch import answer
+from pyps.watch.answer import workers_of
 from pyps_client.credentials import read_token
 from pyps_client.places import address_of
 from pyps_wire import inspector_pb2 as pb
@@ -26,15 +27,13 @@ CALL_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Answer(status.Answer):
+class Answer(answer.Answer):
     """A server's answers of one round, with the events since the last one and without shards.
 
     `refusal` says why the caller may not change the server; "" where it may.
     """
 
-    staleness: pb.StalenessHistogram
-    memory: pb.Memory
-    refusal: str
+    refusal: str = ""
 
 
 def poll(
@@ -97,7 +96,7 @@ def _answer(control: Control, address: str, refusal: str, *, after: int) -> Answ
         control.call("GetWork", work_wire.GetWorkRequest()),
         control.call("GetStaleness", pb.GetStalenessRequest()),
         control.call("GetMemory", pb.GetMemoryRequest()),
-        refusal,
+        refusal=refusal,
     )
 
 
@@ -189,7 +188,7 @@ class History:
             bands += server.bands
             server.bands = Counter()
         steps = 0.0
-        for name, known in status.workers_of(self.answers).items():
+        for name, known in workers_of(self.answers).items():
             steps += self.pace(name)
             if "loss" in known[0].scalars:
                 self.losses[name].append(known[0].scalars["loss"])

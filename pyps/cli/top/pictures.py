@@ -19,6 +19,7 @@ from pyps.cli.status import harmless, work_tables
 from pyps.cli.top.history import BANDS, Answer, History, Point
 from pyps.control import not_named
 from pyps.units import counted, in_bytes, in_seconds
+from pyps.watch import answer as answer_of
 
 # From fresh to stale.
 COLOURS = ("#3fb950", "#8ac926", "#d4c21f", "#f2a20c", "#f0701d", "#e5383b", "#c9184a", "#9d4edd")
@@ -74,7 +75,7 @@ def figures(history: History) -> Text:
     ]
     lines.append(f"in, out    {in_bytes(round(last.bytes_in))}/s, {in_bytes(round(last.bytes_out))}/s")
     if statuses := [answer.status for answer in history.answers]:
-        tally = status.merged([each.tally for each in statuses])
+        tally = answer_of.merged([each.tally for each in statuses])
         low, high = min(each.version_min for each in statuses), max(each.version_max for each in statuses)
         lines.append(f"version    {low:,}" + (f" to {high:,}" if high > low else ""))
         lines.append(f"staleness  mean {tally.staleness_mean:.2f}, max {tally.staleness_max}")
@@ -115,8 +116,8 @@ def workers(history: History, *, sorted_by: str, reverse: bool) -> RenderableTyp
         shown[1].stylize(_STATES.get(shown[1].plain, ""))
         table.add_row(*shown)
     hidden = len(rows) - ROWS_MAX
-    known = status.workers_of(history.answers).values()
-    codecs = Counter(words for infos in known if (words := status.codecs_of(infos[0])))
+    known = answer_of.workers_of(history.answers).values()
+    codecs = Counter(words for infos in known if (words := answer_of.codecs_of(infos[0])))
     below = [f"{hidden:,} more: s and S say which come first"] if hidden > 0 else []
     below += [f"codecs up, down: {words} ({counted(count, 'worker')})" for words, count in sorted(codecs.items())]
     return Group(table, harmless_lines(below)) if below else table
@@ -124,11 +125,11 @@ def workers(history: History, *, sorted_by: str, reverse: bool) -> RenderableTyp
 
 def _rows(history: History) -> Iterable[list[tuple[Any, str]]]:
     """Yield for each worker the sort key and the text of every column."""
-    for name, known in status.workers_of(history.answers).items():
+    for name, known in answer_of.workers_of(history.answers).items():
         info, pace = known[0], history.pace(name)
-        tally = status.merged([each.tally for each in known])
+        tally = answer_of.merged([each.tally for each in known])
         loss = info.scalars.get("loss")
-        others = ", ".join(status.waits_for(known))
+        others = ", ".join(answer_of.waits_for(known))
         yield [
             (name, name),
             (info.state, info.state),
@@ -160,7 +161,7 @@ def servers(history: History) -> RenderableType:
 
 def waits(history: History) -> RenderableType:
     """Return who waits for whom and why, and the servers' warnings."""
-    waiting = {name: status.waits_for(known) for name, known in status.workers_of(history.answers).items()}
+    waiting = {name: answer_of.waits_for(known) for name, known in answer_of.workers_of(history.answers).items()}
     lines = [f"{name} waits for {', '.join(others)}" for name, others in waiting.items() if others]
     lines += status.lines([replace(answer, events=()) for answer in history.answers])
     lines += [f"{server.address} does not answer: {server.error}" for server in history.silent]

@@ -1,0 +1,91 @@
+"""A server's answers, and what several servers say of one worker."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from pyps_wire import common_pb2 as common
+from pyps_wire import inspector_pb2 as pb
+from pyps_wire import work_pb2 as work_wire
+
+COUNT_MAX = 2**64 - 1
+# A message as a dictionary, without leaving out fields that are 0 or empty.
+_plain = partial(MessageToDict, always_print_fields_with_no_presence=True)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answers of one server; events, steps and waits are in order, `work` is server 0's."""
+
+    address: str
+    status: pb.Status
+    workers: Sequence[pb.WorkerInfo] = ()
+    shards: Sequence[pb.ShardInfo] = ()
+    events: Sequence[pb.Event] = ()
+    work: work_wire.WorkProgress = field(default_factory=work_wire.WorkProgress)
+    staleness: pb.StalenessHistogram = field(default_factory=pb.StalenessHistogram)
+    memory: pb.Memory = field(default_factory=pb.Memory)
+    activity: Sequence[Any] = ()
+
+    @property
+    def state(self) -> str:
+        """The run's state in lower case; "" for one of a newer server."""
+        known = self.status.state in common.RunState.values()
+        return common.RunState.Name(self.status.state).removeprefix("RUN_STATE_").lower() if known else ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "address": self.address,
+            "status": _plain(self.status),
+            "workers": [*map(_plain, self.workers)],
+            "shards": [*map(_plain, self.shards)],
+            "events": [*map(_plain, self.events)],
+            "work": _plain(self.work),
+        }
+
+
+def workers_of(answers: Sequence[Answer]) -> dict[str, list[pb.WorkerInfo]]:
+    """Return each worker's entries by name; the first is of the server that heard from the worker last."""
+    known = defaultdict(list)
+    for worker in (worker for answer in answers for worker in answer.workers):
+        known[worker.worker_id].append(worker)
+    return {name: sorted(infos, key=lambda info: info.silent_seconds) for name, infos in known.items()}
+
+
+def waits_for(known: Sequence[pb.WorkerInfo]) -> list[str]:
+    return sorted({name for worker in known for name in worker.waits_for})
+
+
+def taken(tally: pb.Tally) -> int:
+    """Return the pushed shards that became part of an update, or wait for one."""
+    return tally.pushes_applied + tally.pushes_pending
+
+
+def merged(tallies: Sequence[pb.Tally]) -> pb.Tally:
+    """Return the counts of several servers in one; means are weighted by the gradients taken."""
+    total = pb.Tally(staleness_max=max(tally.staleness_max for tally in tallies))
+    counts = ("pushes_applied", "pushes_pending", "pushes_rejected", "pushes_dropped", "pushes_duplicate")
+    for name in (*counts, "bytes_in", "bytes_out"):
+        setattr(total, name, min(COUNT_MAX, sum(getattr(tally, name) for tally in tallies)))
+    total.blocked_seconds = sum(tally.blocked_seconds for tally in tallies)
+    for name in ("staleness_mean", "step_lost"):
+        weighed = sum(getattr(tally, name) * taken(tally) for tally in tallies)
+        setattr(total, name, weighed / max(1, taken(total)))
+    return total
+
+
+def codecs_of(worker: pb.WorkerInfo) -> str:
+    """Return the codecs of a worker's gradients and parameters; empty where both are float32."""
+    both = worker.gradient_codec, worker.parameter_codec
+    return "" if set(both) <= {"float32", ""} else ", ".join(both)
+
+
+def printable(words: str) -> str:
+    """Return the words without control characters, which names from workers may contain."""
+    return "".join(character if character.isprintable() else "?" for character in words)

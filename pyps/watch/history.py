@@ -1,0 +1,440 @@
+"""What is known of a run over time: kept in bounded memory, given as JSON."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from threading import RLock
+from typing import Any
+
+from pyps.control import not_named
+from pyps.watch import answer as of
+from pyps.watch.answer import Answer, merged, waits_for, workers_of
+from pyps.watch.recent import Figures, Recent, Step, Wait
+from pyps.watch.staleness import Expected
+from pyps.watch.verdict import Verdict, verdict
+from pyps_wire import common_pb2 as common
+from pyps_wire import inspector_pb2 as pb
+
+ROWS_MAX = 2048
+STEPS_MAX = 50_000
+STEPS_SECONDS = 900.0
+EVENTS_MAX = 2000
+# Workers whose losses rows have; of more the first by name.
+LOSSES_MAX = 64
+# What a thinner row takes from its newest; of other numbers it has the mean.
+LATEST = ("version", "seen", "alive", "score")
+Key = str | tuple[str, str]
+
+
+@dataclass
+class Server:
+    """One server: its last answer or error, and what it counted a second between its last two answers."""
+
+    address: str
+    answer: Answer | None = None
+    error: str = ""
+    # Times of day: when this life of it began, and since when it has not answered.
+    began: float = math.nan
+    silent_since: float = math.nan
+    rates: Mapping[Key, float] = field(default_factory=dict)
+
+    def take(self, answer: Answer, now: float) -> None:
+        before, self.answer, self.error = self.answer, answer, ""
+        seconds = answer.status.uptime_seconds - before.status.uptime_seconds if before else 0.0
+        self.rates = {}
+        if before is None or not 0 < seconds < math.inf:
+            # The first answer of this life.
+            self.began = now - answer.status.uptime_seconds
+            return
+        then = _counts(before)
+        # Who has just come brings counts from before.
+        self.rates = {key: max(0.0, count - then.get(key, count)) / seconds for key, count in _counts(answer).items()}
+
+
+class History:
+    """The answers of all servers of a run over time, or what a log has of it. Used from any thread."""
+
+    def __init__(self, addresses: Sequence[str] = (), *, live: bool = True, clock: Callable[[], float] = time.time):
+        self.id = secrets.token_hex(4)
+        # What `to_json` gives in place of what it makes of answers.
+        self.facts: dict[str, Any] = {}
+        self._live, self._clock = live, clock
+        self._lock = RLock()
+        # Guarded by _lock.
+        self.servers = {address: Server(address) for address in addresses}
+        self.rows: list[dict[str, Any]] = []
+        self.steps: deque[Step] = deque()
+        self.waits: deque[Wait] = deque()
+        # Number, time of day, server, kind, message, worker.
+        self.events: deque[tuple[int, float, str, str, str, str]] = deque()
+        self._number = 0
+        # The largest number of what is no longer kept as it was.
+        self._forgotten = 0
+        # By worker the server whose list of steps is taken, and the end of the last one.
+        self._sources: dict[str, tuple[str, float]] = {}
+        self._judged: tuple[Recent, Verdict] | None = None
+
+    def take(self, address: str, answer: Answer | str) -> None:
+        """Take one server's answers, with the events, steps and waits since the last ones; or why it gave none."""
+        with self._lock:
+            server, now = self.servers[address], self._clock()
+            self._judged = None
+            if isinstance(answer, str):
+                if not server.error:
+                    self.add_event(now, address, "lost", f"no answer: {answer}")
+                    server.silent_since = now
+                server.error, server.rates = answer, {}
+                return
+            if server.error:
+                self.add_event(now, address, "found", "answers again")
+            server.take(answer, now)
+            for event in answer.events:
+                self.add_event(
+                    now - event.age_seconds, address, event.kind, event.message, getattr(event, "worker", "")
+                )
+            for each in answer.activity:
+                self._take_activity(address, each, now)
+
+    def _take_activity(self, address: str, each: Any, now: float) -> None:
+        ended = now - each.age_seconds
+        source, last = self._sources.get(each.worker_id, (address, -math.inf))
+        # Several servers list the same steps, a moment apart.
+        if source != address and (self._goes_before(source, address) or ended - each.seconds / 2 < last):
+            return
+        self._sources[each.worker_id] = (address, ended)
+        if each.sequence:
+            self.add_step(
+                each.worker_id,
+                ended - each.seconds,
+                ended,
+                staleness=each.staleness,
+                outcome=_name(common.Outcome, each.outcome),
+                reason=_name(common.Reason, each.reason) if each.reason else "",
+                updates=each.updates,
+            )
+        else:
+            self.add_wait(each.worker_id, ended - each.seconds, ended, each.waited_for)
+
+    def _goes_before(self, address: str, other: str) -> bool:
+        order = list(self.servers)
+        return order.index(address) < order.index(other) and not self.servers[address].error
+
+    def add_step(
+        self,
+        worker: str,
+        began: float,
+        ended: float,
+        *,
+        staleness: int = 0,
+        outcome: str = "applied",
+        reason: str = "",
+        updates: int = 1,
+    ) -> None:
+        """Add a step; times are of day."""
+        with self._lock:
+            if math.isfinite(began + ended):
+                step = Step(self._next(), worker, round(began, 3), round(ended, 3), staleness, outcome, reason, updates)
+                self._append(self.steps, step, STEPS_MAX)
+
+    def add_wait(self, worker: str, began: float, ended: float, waited_for: Iterable[str]) -> None:
+        with self._lock:
+            if math.isfinite(began + ended):
+                wait = Wait(self._next(), worker, round(began, 3), round(ended, 3), tuple(waited_for))
+                self._append(self.waits, wait, STEPS_MAX)
+
+    def add_event(self, at: float, address: str, kind: str, message: str, worker: str = "") -> None:
+        with self._lock:
+            at = round(at, 3) if 0 <= at < math.inf else self._clock()
+            self._append(self.events, (self._next(), at, address, kind, message, worker), EVENTS_MAX)
+
+    def add_row(self, row: Mapping[str, Any]) -> None:
+        """Add the figures of an interval, which ends at `row["t"]`; thin the earlier ones if there are too many."""
+        with self._lock:
+            self.rows.append({"n": self._next(), **row})
+            if len(self.rows) > ROWS_MAX:
+                self.rows = _thinned(self.rows)
+                self._forgotten = self.rows[-1]["n"]
+
+    def tick(self) -> None:
+        """End an interval: append its row, forget what is too old."""
+        with self._lock:
+            now = self._clock()
+            self._judged = None
+            if answers := self.answers:
+                self.add_row({"t": round(now, 3), **self._row(answers)})
+            if self._live:
+                for kept in (self.steps, self.waits):
+                    while kept and kept[0].ended < now - STEPS_SECONDS:
+                        self._forgotten = max(self._forgotten, kept.popleft().n)
+
+    @property
+    def answers(self) -> list[Answer]:
+        """Return the last answers of the servers that answer."""
+        return [server.answer for server in self.servers.values() if server.answer and not server.error]
+
+    @property
+    def verdict(self) -> Verdict:
+        """What holds the run back now."""
+        return self._judge()[1]
+
+    def to_json(self, after: int = 0, id: str = "") -> dict[str, Any]:
+        """Return the present state, and what was added after that number; all that is kept for 0 or an unknown one."""
+        with self._lock:
+            whole = after <= 0 or not self._forgotten <= after <= self._number or id not in ("", self.id)
+            since = 0 if whole else after
+            rows = [row for row in self.rows if row["n"] > since]
+            return {
+                **_clean({**self._head(), **self.facts, "rows": rows}),
+                "number": self._number,
+                "whole": whole,
+                "id": self.id,
+                "live": self._live,
+                "steps": [[step.n, _shown(step.worker), *step[2:]] for step in _newer(self.steps, since)],
+                "waits": [[*_shown_wait(wait)] for wait in _newer(self.waits, since)],
+                "events": [[*map(_clean, event)] for event in _newer(self.events, since)],
+            }
+
+    # What follows is called under the lock.
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _append(self, kept: deque[Any], entry: Any, most: int) -> None:
+        kept.append(entry)
+        if len(kept) > most:
+            self._forgotten = max(self._forgotten, kept.popleft()[0])
+
+    def _judge(self) -> tuple[Recent, Verdict]:
+        with self._lock:
+            if self._judged is None:
+                now, answers = self._clock(), self.answers
+                recent = Recent(answers, reversed(self.steps), reversed(self.waits), now=now)
+                silent = {each.address: now - each.silent_since for each in self.servers.values() if each.error}
+                busy = {each.address: each.rates.get("cpu", 0.0) for each in self.servers.values()}
+                self._judged = recent, verdict(answers, recent, silent=silent, busy=busy)
+            return self._judged
+
+    def _rate(self, key: Key) -> float:
+        """Return what the servers counted a second; all of them see the same steps."""
+        return max((server.rates.get(key, 0.0) for server in self.servers.values()), default=0.0)
+
+    def _sum(self, key: Key) -> float:
+        return sum(server.rates.get(key, 0.0) for server in self.servers.values())
+
+    def _row(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        workers = workers_of(answers)
+        alive = {name: known[0] for name, known in sorted(workers.items()) if known[0].state == "alive"}
+        losses = {name: info.scalars["loss"] for name, info in alive.items() if "loss" in info.scalars}
+        scores: dict[str, list[float]] = {}
+        for info in alive.values():
+            for name, value in info.scalars.items():
+                if name != "loss":
+                    scores.setdefault(name, []).append(value)
+        row: dict[str, Any] = {
+            "steps": sum(self._rate((name, "steps")) for name in workers),
+            **{name: self._rate(name) for name in ("updates", "examples")},
+            **{name: self._sum(name) for name in ("bytes_in", "bytes_out")},
+            "version": max(answer.status.version_max for answer in answers),
+            "seen": max(answer.status.examples for answer in answers),
+            "alive": max(answer.status.workers_alive for answer in answers),
+            "waited": self._judge()[0].share_waited(),
+            "queue": sum(answer.status.pending_gradients for answer in answers),
+            "loss": dict(list(losses.items())[:LOSSES_MAX]),
+            "score": {name: sum(values) / len(values) for name, values in scores.items()},
+            "cpu": {each.address: each.rates["cpu"] for each in self.servers.values() if "cpu" in each.rates},
+            "memory": {answer.address: answer.memory.resident_bytes for answer in answers},
+        }
+        if gradients := self._sum("taken"):
+            row["staleness"] = self._sum("staleness") / gradients
+        return {name: value for name, value in row.items() if value != {}}
+
+    def _head(self) -> dict[str, Any]:
+        now, answers, (recent, judged) = self._clock(), self.answers, self._judge()
+        status = answers[0].status if answers else pb.Status()
+        rates = [rate.current for rate in status.learning_rates]
+        statuses = [answer.status for answer in answers]
+        warnings = [warning for each in statuses for warning in each.warnings]
+        warnings += [f"{each.address}: {failed}" for each in answers if (failed := each.status.checkpoint_failure)]
+        warnings += [not_named(statuses)] if len(answers) == len(self.servers) else []
+        return {
+            "now": round(now, 3),
+            "run": status.run_id,
+            "state": answers[0].state if answers else "",
+            "protocol": status.protocol,
+            "staleness_policy": status.staleness,
+            "rule": status.optimizer.rule,
+            "rate": rates[0] if rates else None,
+            "schedule": "" if status.schedule == "constant" else status.schedule,
+            "warmup": status.warmup if status.warming_up else "",
+            "version": max((each.version_max for each in statuses), default=0),
+            "examples": max((each.examples for each in statuses), default=0),
+            "alive": max((each.workers_alive for each in statuses), default=0),
+            "began": min((each.began for each in self.servers.values() if each.answer), default=None),
+            "sentence": judged.sentence,
+            "slow": judged.worker,
+            "warnings": list(dict.fromkeys(filter(None, warnings))),
+            "servers": [self._server(each, now) for each in self.servers.values()],
+            "workers": [self._worker(name, known, recent) for name, known in sorted(workers_of(answers).items())],
+            "staleness": _staleness(answers),
+        }
+
+    def _server(self, server: Server, now: float) -> dict[str, Any]:
+        answer = server.answer or Answer(server.address, pb.Status())
+        status, memory = answer.status, answer.memory
+        kinds = {
+            "parameters": memory.parameters_bytes,
+            "slots": memory.slots_bytes,
+            "waiting": memory.pending_bytes,
+            "in flight": memory.in_flight_bytes,
+            "shared": memory.shared_bytes,
+        }
+        return {
+            "address": server.address,
+            "error": server.error,
+            "silent_seconds": now - server.silent_since if server.error else 0,
+            "state": answer.state,
+            "version": status.version_max,
+            "cpu": server.rates.get("cpu"),
+            "queue": status.pending_gradients,
+            "memory": {**kinds, "other": max(0, memory.resident_bytes - sum(kinds.values()))},
+            "checkpoint": status.checkpoint,
+            "standby": status.standby,
+        }
+
+    def _worker(self, name: str, known: Sequence[pb.WorkerInfo], recent: Recent) -> dict[str, Any]:
+        latest, tally = known[0], merged([each.tally for each in known])
+        figures = recent.workers.get(name, Figures())
+        return {
+            "name": name,
+            "state": latest.state,
+            "steps": latest.clock,
+            "pace": self._rate((name, "steps")),
+            "loss": latest.scalars.get("loss"),
+            "staleness_mean": tally.staleness_mean,
+            "staleness_max": tally.staleness_max,
+            "step_lost": tally.step_lost,
+            "waited": figures.share_waited,
+            "slower": figures.slower,
+            "waits_for": waits_for(known),
+            "silent_seconds": latest.silent_seconds,
+            "transport": ", ".join(sorted({each.transport for each in known} - {""})),
+            "codecs": of.codecs_of(latest),
+            "host": latest.host,
+            "device": latest.device,
+            "message": latest.message,
+            "applied": tally.pushes_applied + tally.pushes_pending,
+            "rejected": tally.pushes_rejected,
+            "dropped": tally.pushes_dropped,
+            "bytes_in": self._sum((name, "bytes_in")),
+            "bytes_out": self._sum((name, "bytes_out")),
+        }
+
+
+def _counts(answer: Answer) -> dict[Key, float]:
+    status, tally = answer.status, answer.status.tally
+    counts: dict[Key, float] = {
+        "updates": status.version_max,
+        "examples": status.examples,
+        "bytes_in": tally.bytes_in,
+        "bytes_out": tally.bytes_out,
+        "taken": of.taken(tally),
+        "staleness": tally.staleness_mean * of.taken(tally),
+    }
+    if cpu_seconds := getattr(status, "cpu_seconds", 0.0):
+        # A server of an earlier version does not say.
+        counts["cpu"] = cpu_seconds
+    for worker in answer.workers:
+        name = worker.worker_id
+        counts[name, "steps"] = worker.clock
+        counts[name, "bytes_in"], counts[name, "bytes_out"] = worker.tally.bytes_in, worker.tally.bytes_out
+    return counts
+
+
+def _staleness(answers: Sequence[Answer]) -> dict[str, Any]:
+    if not answers:
+        return {"buckets": [], "mean": None, "max": 0, "law": None, "law_words": "", "policies": []}
+    buckets: Counter[int] = Counter()
+    for answer in answers:
+        for bucket in answer.staleness.buckets:
+            buckets[bucket.staleness] += bucket.count
+    tally, expected = merged([answer.status.tally for answer in answers]), Expected(answers[0].status)
+    return {
+        "buckets": sorted(map(list, buckets.items())),
+        "mean": tally.staleness_mean,
+        "max": tally.staleness_max,
+        "law": expected.law,
+        "law_words": expected.law_words,
+        "policies": [
+            {"name": name, "lost": lost, "in_force": in_force} for name, lost, in_force in expected.policies(buckets)
+        ],
+    }
+
+
+def _thinned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return three quarters of the most rows: each spans a part of its age, since the newest matter most."""
+    part = 1 / ROWS_MAX
+    while len(rows) > ROWS_MAX * 3 // 4:
+        part *= 2
+        kept, start = rows[:1], rows[0]["t"]
+        for row in rows[1:]:
+            if len(kept) > 1 and row["t"] - start <= part * (rows[-1]["t"] - row["t"]):
+                kept[-1] = _joined(kept[-1], row, of_first=(kept[-1]["t"] - start) / max(1e-9, row["t"] - start))
+            else:
+                start = kept[-1]["t"]
+                kept.append(row)
+        rows = kept
+    return rows
+
+
+def _joined(first: Mapping[str, Any], last: Mapping[str, Any], *, of_first: float) -> dict[str, Any]:
+    """Return one row in place of two."""
+    row = {**first, **last}
+    for name, value in last.items():
+        before = first.get(name)
+        if name in ("n", "t", *LATEST) or before is None or value is None:
+            continue
+        if isinstance(value, Mapping):
+            row[name] = {**before, **_joined(before, value, of_first=of_first)}
+        else:
+            row[name] = before * of_first + value * (1 - of_first)
+    return row
+
+
+def _newer(kept: deque[Any], number: int) -> list[Any]:
+    """Return the entries with a larger number, oldest first."""
+    newest_first = []
+    for entry in reversed(kept):
+        if entry[0] <= number:
+            break
+        newest_first.append(entry)
+    return newest_first[::-1]
+
+
+def _name(kind: Any, number: int) -> str:
+    known = number in kind.values()
+    return kind.Name(number).partition("_")[2].lower() if known else f"{number}"
+
+
+def _shown_wait(wait: Wait) -> tuple[Any, ...]:
+    return (wait.n, _shown(wait.worker), wait.began, wait.ended, [*map(_shown, wait.waited_for)])
+
+
+_shown = lru_cache(of.printable)
+
+
+def _clean(value: Any) -> Any:
+    """Return what JSON has words for: no number that is not finite, and no control characters."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return _shown(value)
+    if isinstance(value, Mapping):
+        return {_shown(name): _clean(each) for name, each in value.items()}
+    return [*map(_clean, value)] if isinstance(value, list | tuple) else value

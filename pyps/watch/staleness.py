@@ -1,0 +1,64 @@
+"""The staleness that theory expects, and what each policy takes of gradients that old."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+from pyps.core import protocols, staleness
+from pyps.core.protocols.base import Aggregation
+from pyps.core.roster import Roster
+from pyps.core.staleness import StalenessPolicy
+from pyps.core.warmup import WarmUp
+from pyps_wire import inspector_pb2 as pb
+from pyps_wire.errors import InvalidArgument
+
+
+class Expected:
+    """What the protocol in force makes of L workers: an update of every c gradients, n updates a round."""
+
+    def __init__(self, status: pb.Status):
+        roster = Roster(tuple(status.roster), missing=status.workers_missing)
+        self.num_workers = roster.num_expected
+        # None for a protocol, and a policy, of a newer server.
+        self.protocol: Aggregation | None = None
+        self.policy: StalenessPolicy | None = None
+        self.split, self.gradients_per_update = 1.0, 1
+        with suppress(InvalidArgument):
+            self.policy = staleness.parse(status.staleness)
+        with suppress(InvalidArgument):
+            in_force = WarmUp.parse(status.warmup).stage if status.warming_up else protocols.parse(status.protocol)
+            self.protocol, self.split = in_force, in_force.split(roster)
+            self.gradients_per_update = max(1, round(self.num_workers / self.split))
+
+    @property
+    def law(self) -> float | None:
+        """The mean staleness (L - 1)/c, of workers of equal speed; None where workers wait."""
+        protocol = self.protocol
+        if protocol is None or protocol.barrier or protocol.coordinated or protocol.pacer() or not self.num_workers:
+            return None
+        return (self.num_workers - 1) / self.gradients_per_update
+
+    @property
+    def law_words(self) -> str:
+        return f"(L-1)/c = ({self.num_workers}-1)/{self.gradients_per_update}" if self.law is not None else ""
+
+    def policies(self, buckets: Mapping[int, int]) -> Iterator[tuple[str, float, bool]]:
+        """Yield each policy's name, what it takes of the steps of these gradients, and whether it is in force."""
+        for name, kind in staleness.POLICIES.items():
+            in_force = self.policy if self.policy and self.policy.name == name else None
+            yield name, self.lost(in_force or kind(), buckets), in_force is not None
+
+    def lost(self, policy: StalenessPolicy, buckets: Mapping[int, int]) -> float:
+        """Return the share of the step that a policy takes of so many gradients by their staleness."""
+        total = sum(buckets.values())
+        if not total:
+            return 0.0
+        mean = sum(stale * count for stale, count in buckets.items()) / total
+        left = 0.0
+        for stale, count in buckets.items():
+            weighing = policy.weigh(stale, self.split)
+            # Which gradients made an update together is not known: of several the mean stands for each.
+            of_update = policy.update_scale([stale if self.gradients_per_update == 1 else round(mean)])
+            left += count * weighing.rate_scale * of_update * weighing.accept
+        return 1.0 - left / total

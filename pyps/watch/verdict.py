@@ -1,0 +1,165 @@
+"""The plain sentence on what holds a run back now."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from pyps.core.protocols.paced import Serial, Ssp
+from pyps.units import counted, in_seconds
+from pyps.watch.answer import Answer, printable, waits_for, workers_of
+from pyps.watch.recent import Figures, Recent
+from pyps.watch.staleness import Expected
+
+# Below these nothing is said: a wait that is no more than jitter, a speed that is about the same.
+WAITED_LEAST, SLOWER_LEAST, LOST_LEAST, REFUSED_LEAST = 0.05, 1.2, 0.2, 0.1
+# A server's event loop is one thread.
+BUSY_LEAST = 0.9
+# Two heartbeats of a default server.
+SILENT_SECONDS = 10.0
+STEPS_LEAST = 3
+
+
+class Verdict(NamedTuple):
+    """A sentence, and the worker that it is about; "" for none."""
+
+    sentence: str
+    worker: str = ""
+
+
+def verdict(
+    answers: Sequence[Answer], recent: Recent, *, silent: Mapping[str, float], busy: Mapping[str, float]
+) -> Verdict:
+    """Return what holds the run back now.
+
+    Args:
+        silent: Seconds by address of servers that do not answer.
+        busy: Processor cores in use by address, where known.
+    """
+    found = next(_cases(answers, recent, silent, busy))
+    return Verdict(printable(found.sentence), found.worker)
+
+
+def _cases(
+    answers: Sequence[Answer], recent: Recent, silent: Mapping[str, float], busy: Mapping[str, float]
+) -> Iterator[Verdict]:
+    """Yield all that may be said, the weightiest first."""
+    states = {answer.state for answer in answers}
+    if states & {"finished", "draining"}:
+        version = max(answer.status.version_max for answer in answers)
+        yield Verdict(f"the run {'is finished' if 'finished' in states else 'ends'}, at version {version:,}")
+    for address, seconds in silent.items():
+        since = f"has not answered for {in_seconds(seconds)}" if seconds >= 1 else "does not answer"
+        yield Verdict(f"server {address} {since}: if it is gone, every worker waits for it")
+    if not answers:
+        yield Verdict("no server has answered yet")
+        return
+    if not states & {"ready", "finished", "draining"}:
+        coming = "initializing" in states
+        yield Verdict("the run waits for its first parameters" if coming else "no run yet: a worker starts it")
+    expected = Expected(answers[0].status)
+    if missing := max(answer.status.workers_missing for answer in answers):
+        yield Verdict(f"the first update waits for {counted(missing, 'worker')} that {_has(missing)} not pushed yet")
+    workers = workers_of(answers)
+    alive = [name for name, known in workers.items() if known[0].state == "alive"]
+    if not alive:
+        yield Verdict("no worker is alive: the run waits for one")
+    if expected.protocol is not None and expected.protocol.coordinated:
+        work = answers[0].work
+        yield Verdict(
+            f"a coordinator leads: {work.done:,} of {counted(work.num_portions, 'portion')} of this pass are done, "
+            f"{counted(work.running, 'worker')} compute"
+        )
+    protocol = answers[0].status.warmup if answers[0].status.warming_up else answers[0].status.protocol
+    waiting = {name: others for name, known in workers.items() if (others := waits_for(known))}
+    now_for = Counter(other for others in waiting.values() for other in others)
+    for name, count in now_for.most_common():
+        known = workers.get(name)
+        if known and known[0].state != "alive":
+            yield Verdict(f"{name} is gone ({known[0].state}), and {_wait(count)} for it under {protocol}", name)
+        elif known and known[0].silent_seconds >= SILENT_SECONDS:
+            since = in_seconds(known[0].silent_seconds)
+            yield Verdict(f"{name} has been silent for {since}, and {_wait(count)} for it under {protocol}", name)
+    if not recent.num_steps:
+        yield Verdict(f"{counted(len(alive), 'worker')} alive, and no gradient in the last minute")
+    few = "" if recent.num_steps >= STEPS_LEAST * len(alive) else f"so far ({counted(recent.num_steps, 'gradient')}): "
+    slowest = max(recent.workers, key=lambda name: recent.workers[name].slower or 0.0)
+    if len(alive) > 1:
+        yield from (Verdict(few + found.sentence, found.worker) for found in _waits(recent, expected, protocol))
+    for address, cores in busy.items():
+        if cores >= BUSY_LEAST:
+            yield Verdict(
+                f"server {address} is busy all the time ({cores:.2f} cores): workers may wait for its answers"
+            )
+    yield from (Verdict(few + found.sentence, found.worker) for found in _costs(recent, expected, protocol, slowest))
+    nobody = "nobody waits" if recent.share_waited() < WAITED_LEAST else "workers hardly wait"
+    if len(alive) > 1 and _is_slow(recent.workers[slowest]):
+        yield Verdict(
+            f"{few}nothing holds the run back: {nobody} for {slowest}, which is {_slower(recent, slowest)}", slowest
+        )
+    yield Verdict(f"{few}nothing holds the run back{': nobody waits' if len(alive) > 1 else ''}")
+
+
+def _waits(recent: Recent, expected: Expected, protocol: str) -> Iterator[Verdict]:
+    """Yield what is to be said of waits for other workers."""
+    share = recent.share_waited()
+    if share < WAITED_LEAST:
+        return
+    if isinstance(expected.protocol, Serial):
+        yield Verdict(f"under {protocol} one worker computes at a time: workers wait for their turn {_part(share)}")
+    waited = sum(figures.waited for figures in recent.workers.values())
+    for name, seconds in sorted(recent.waited_for.items(), key=lambda item: -item[1])[:1]:
+        figures = recent.workers.get(name)
+        if figures is None or seconds < waited / 2 or not _is_slow(figures):
+            continue
+        of_others = _part(recent.share_waited(without=name))
+        lead = "all"
+        if isinstance(expected.protocol, Ssp) and expected.protocol.s:
+            lead = f"the others, at most {counted(expected.protocol.s, 'step')} ahead,"
+        yield Verdict(f"{name} is {_slower(recent, name)}; under {protocol} {lead} wait for it: {of_others}", name)
+    yield Verdict(f"under {protocol} workers wait for one another {_part(share)}; none is much slower than the rest")
+
+
+def _costs(recent: Recent, expected: Expected, protocol: str, slowest: str) -> Iterator[Verdict]:
+    """Yield what is to be said of gradients that were refused, or taken in part."""
+    steps = [step for figures in recent.workers.values() for step in figures.steps]
+    refused = Counter(step.worker for step in steps if step.outcome == "rejected")
+    if (count := sum(refused.values())) >= REFUSED_LEAST * len(steps):
+        name, most = refused.most_common(1)[0]
+        whose, about = "", ""
+        if most > count / 2 and len(recent.workers) > 1:
+            slower = f", which is {_slower(recent, name)}" if _is_slow(recent.workers[name]) else ""
+            whose, about = f", most of them {name}'s{slower}", name
+        yield Verdict(f"{count / len(steps):.0%} of the gradients are refused under {protocol}{whose}", about)
+    if (policy := expected.policy) is None or len(recent.workers) < 2:
+        return
+    ages = {name: Counter(step.staleness for step in figures.steps) for name, figures in recent.workers.items()}
+    lost = expected.lost(policy, sum(ages.values(), Counter[int]()))
+    if lost < LOST_LEAST:
+        return
+    of_it = expected.lost(policy, ages[slowest])
+    words = f"nobody waits; staleness takes {lost:.0%} of the steps under {policy.text}"
+    if _is_slow(recent.workers[slowest]) and of_it > lost:
+        yield Verdict(f"{words}, {slowest}'s {of_it:.0%}: it is {_slower(recent, slowest)}", slowest)
+    yield Verdict(words)
+
+
+def _is_slow(figures: Figures) -> bool:
+    return (figures.slower or 0.0) >= SLOWER_LEAST
+
+
+def _slower(recent: Recent, name: str) -> str:
+    return f"{recent.workers[name].slower or 0.0:.1f} times slower than the rest"
+
+
+def _part(share: float) -> str:
+    return f"{share:.0%} of their time"
+
+
+def _wait(count: int) -> str:
+    return "1 worker waits" if count == 1 else f"{count} workers wait"
+
+
+def _has(count: int) -> str:
+    return "has" if count == 1 else "have"

@@ -1,0 +1,129 @@
+"""What a history makes of servers' answers: rates, lives of servers, whose steps are whose, and how much it keeps."""
+
+import json
+import math
+from itertools import pairwise
+
+import pytest
+
+from pyps.watch import history as module
+from pyps.watch.answer import Answer
+from pyps.watch.history import History
+from pyps_wire import inspector_pb2 as pb
+
+
+def answer(address: str, *, uptime: float, version: int, clock: int = 0, taken: int = 0, mean: float = 0.0) -> Answer:
+    """A server's, with one worker."""
+    tally = pb.Tally(pushes_applied=taken, staleness_mean=mean)
+    status = pb.Status(state=3, uptime_seconds=uptime, version_max=version, tally=tally)
+    worker = pb.WorkerInfo(worker_id="w", state="alive", clock=clock, scalars={"loss": 1.0, "accuracy": 0.5})
+    return Answer(address, status, [worker])
+
+
+@pytest.fixture
+def clock():
+    class Clock:
+        now = 1000.0
+
+        def __call__(self) -> float:
+            return self.now
+
+    return Clock()
+
+
+def row_of(history: History, *names: str) -> list:
+    history.tick()
+    return [history.rows[-1].get(name) for name in names]
+
+
+def test_rates_go_by_the_servers_own_clock_and_a_new_life_of_it_begins_anew(clock):
+    history = History(["a", "b"], clock=clock)
+    for address in ("a", "b"):
+        history.take(address, answer(address, uptime=10, version=100, clock=50, taken=10, mean=1.0))
+    assert row_of(history, "steps", "updates", "staleness") == [0, 0, None]
+    for address in ("a", "b"):
+        history.take(address, answer(address, uptime=12, version=140, clock=60, taken=20, mean=2.0))
+    # Both servers took a part of every gradient.
+    assert row_of(history, "steps", "updates", "staleness", "seen") == [5, 20, 3.0, 0]
+    assert row_of(history, "loss", "score") == [{"w": 1.0}, {"accuracy": 0.5}]
+
+    history.take("b", "gone")
+    history.take("a", answer("a", uptime=1, version=130, clock=5))
+    assert row_of(history, "steps", "updates") == [0, 0]
+    clock.now += 2
+    shown = history.to_json()
+    assert [(server["error"], server["silent_seconds"]) for server in shown["servers"]] == [("", 0), ("gone", 2)]
+    history.take("b", answer("b", uptime=1, version=130))
+    assert [event[2:5] for event in history.to_json(shown["number"])["events"]] == [["b", "found", "answers again"]]
+    assert shown["events"][0][2:5] == ["b", "lost", "no answer: gone"]
+
+
+def test_an_answer_has_what_came_since_or_everything(clock):
+    history = History(["a"], clock=clock)
+    for index in range(3):
+        clock.now += 1
+        history.add_step("w", clock.now - 1, clock.now)
+        history.add_wait("v", clock.now - 1, clock.now, ["w"])
+        history.add_event(clock.now, "a", "joined", f"{index}")
+        history.add_row({"t": clock.now})
+    everything = history.to_json()
+    assert everything["whole"] and everything["number"] == 12
+    assert [len(everything[name]) for name in ("rows", "steps", "waits", "events")] == [3, 3, 3, 3]
+    assert everything["waits"][0] == [2, "v", 1000.0, 1001.0, ["w"]]
+    since = history.to_json(6, everything["id"])
+    assert not since["whole"] and [entry[0] for entry in since["steps"] + since["waits"]] == [9, 10]
+    for after, life in ((13, ""), (6, "another")):
+        assert history.to_json(after, life)["whole"]
+
+    clock.now += module.STEPS_SECONDS
+    history.tick()
+    assert history.to_json(5)["whole"] and not history.to_json(6)["whole"]
+    assert history.to_json()["steps"] == [[9, "w", 1002.0, 1003.0, 0, "applied", "", 1]]
+
+
+def test_a_day_is_kept_in_bounded_memory_and_its_beginning_is_thinner_than_its_end(clock):
+    history = History(clock=clock)
+    for second in range(100_000):
+        history.add_row({"t": float(second), "steps": second % 2, "version": second, "loss": {"w": second % 2}})
+    assert len(history.rows) <= module.ROWS_MAX
+    times = [row["t"] for row in history.rows]
+    assert times[-500:] == [*range(99_500, 100_000)]
+    # An hour and a day ago.
+    for ago, most in ((3600, 120), (90_000, 3000)):
+        [gap] = [after - before for before, after in pairwise(times) if before <= 99_999 - ago < after]
+        assert gap < most
+    thin = history.rows[5]
+    assert thin["steps"] == pytest.approx(0.5, abs=0.01) == thin["loss"]["w"] and thin["version"] == thin["t"]
+    assert history.to_json(history.rows[0]["n"])["whole"]
+
+
+def test_odd_numbers_and_words_of_servers_and_workers_do_no_harm(clock):
+    words = "\x1b[2J<b>\x07\u202e"
+    for number in (0.0, -1.0, 1e300, math.inf, -math.inf, math.nan):
+        history = History(["a", "b"], clock=clock)
+        for uptime in (1.0, number, 3.0):
+            for address in ("a", "b"):
+                tally = pb.Tally(pushes_applied=2**64 - 1, staleness_max=2**62, step_lost=number, bytes_in=2**64 - 1)
+                status = pb.Status(
+                    state=99, uptime_seconds=uptime, run_id=words, protocol=words, staleness=words, tally=tally,
+                    version_max=2**62, warnings=[words], workers_alive=2**31, workers_missing=2**31,
+                )  # fmt: skip
+                status.learning_rates.add(current=number)
+                worker = pb.WorkerInfo(
+                    worker_id=words, state="alive", silent_seconds=number, waits_for=[words], tally=tally,
+                    scalars={"loss": number, words: number},
+                )  # fmt: skip
+                buckets = [pb.StalenessHistogram.Bucket(staleness=2**62, count=2**64 - 1)]
+                history.take(
+                    address,
+                    Answer(
+                        address, status, [worker], events=[pb.Event(age_seconds=number, message=words)],
+                        staleness=pb.StalenessHistogram(buckets=buckets),
+                    ),
+                )  # fmt: skip
+            history.add_step(words, number, 1000.0)
+            history.add_step("w", 999.0, 1000.0)
+            history.tick()
+        history.take("b", words)
+        text = json.dumps(history.to_json(), allow_nan=False, ensure_ascii=False)
+        assert text.isprintable() and "?[2J<b>??" in text
