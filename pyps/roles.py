@@ -57,6 +57,7 @@ PORTS: Mapping[str, Mapping[str, Role]] = {
         **_OF_ALL_PORTS,
         **_calls(INSPECTOR, Role.OBSERVER, "GetStatus", "GetStaleness", "GetWork", "GetMemory"),
         **_calls(INSPECTOR, Role.OBSERVER, "ListShards", "ListWorkers", "ListTensors", "ListReceipts", "ListEvents"),
+        **_calls(INSPECTOR, Role.OBSERVER, "ListActivity"),
         **_calls(INSPECTOR, Role.OPERATOR, "Configure", "SaveCheckpoint", "Reset", "Stop", "Promote", "Drain"),
         **_calls("grpc.channelz.v1.Channelz", Role.OBSERVER, *_SOCKETS),
     },

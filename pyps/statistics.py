@@ -1,7 +1,8 @@
-"""Counts of pushes, pulls and waits: in total, by worker and by shard."""
+"""Counts of pushes, pulls and waits: in total, by worker and by shard; and the newest steps and waits."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
@@ -23,6 +24,10 @@ RECENT_RECEIPTS_MAX = 1000
 WORKERS_MAX = 4096
 # Shards listed for each worker; of more the first.
 SHARDS_LISTED_MAX = 1024
+# Steps and waits kept.
+ACTIVITIES_MAX = 4096
+# A step or wait is over so many seconds after its newest part; the second is for a step with fewer shards than usual.
+OVER_SECONDS, PARTLY_OVER_SECONDS = 1.0, 10.0
 # Staleness is counted exactly below this, and to 1 part in 8 above.
 EXACT_STALENESS_BELOW = 1024
 
@@ -118,6 +123,39 @@ class Contacts(NamedTuple):
     pulled: set[int]
 
 
+@dataclass(slots=True)
+class Activity:
+    """A step of a worker, over all shards that it pushed here, or a wait of one of its calls; by the run's clock."""
+
+    worker_id: str
+    # Incarnation and sequence of the step's push, or when its call began to wait.
+    cause: tuple[int, int] | float
+    # A step's: when its worker was sent parameters, or its wait ended, or its last push, whichever is latest.
+    began: float
+    ended: float
+    # The answer of a shard that rejected the push, else of one where it waits; None for a wait.
+    receipt: Receipt | None = None
+    # The largest of its shards.
+    staleness: int = 0
+    updates: int = 0
+    num_shards: int = 0
+    # The workers whose push or step ended the wait.
+    waited_for: tuple[str, ...] = ()
+    # Its place in the list; 0 until it is listed.
+    number: int = 0
+
+
+@dataclass(slots=True)
+class Counted:
+    """What is counted of a worker."""
+
+    tally: Tally = field(default_factory=Tally)
+    contacts: Contacts = field(default_factory=lambda: Contacts(set(), set()))
+    # When its next step begins, if that is known.
+    since: float = math.inf
+    newest: Activity | None = None
+
+
 class LoggedReceipt(NamedTuple):
     """A receipt, with its worker and the time by the run's clock."""
 
@@ -137,9 +175,14 @@ class Statistics:
         # Guarded by _lock.
         # Counts that belong to no shard.
         self._of_no_shard = Tally()
-        self._workers: OrderedDict[str, tuple[Tally, Contacts]] = OrderedDict()
+        self._workers: OrderedDict[str, Counted] = OrderedDict()
         self._shards: dict[int, Tally] = {}
-        self._recent: deque[LoggedReceipt] = deque(maxlen=RECENT_RECEIPTS_MAX)
+        # Of each a LoggedReceipt's fields, which is made for who asks.
+        self._recent: deque[tuple[str, Receipt, float]] = deque(maxlen=RECENT_RECEIPTS_MAX)
+        # How many have begun; those that may still grow, or were not asked for; and those with a number.
+        self._num_begun = self._num_listed = 0
+        self._growing: deque[Activity] = deque(maxlen=ACTIVITIES_MAX)
+        self._listed: deque[Activity] = deque(maxlen=ACTIVITIES_MAX)
         self._last_update: float | None = None
         self._apply_counts = [0] * (len(APPLY_SECONDS_BOUNDS) + 1)
         self._apply_sum = 0.0
@@ -152,6 +195,7 @@ class Statistics:
         *,
         payload_bytes: int,
         now: float,
+        incarnation: int = 0,
         update: Update | None = None,
         answer_bytes: int = 0,
         apply_seconds: float | None = None,
@@ -162,23 +206,42 @@ class Statistics:
             answer_bytes: Bytes of the parameters that were sent with its receipt.
             apply_seconds: Its time in the shard, the wait for the lock included.
         """
-        logged = LoggedReceipt(worker_id, receipt, now)
         with self._lock:
-            worker, contacts = self._workers.get(worker_id) or self._worker(worker_id)
+            counted = self._workers.get(worker_id) or self._worker(worker_id)
+            worker, contacts = counted.tally, counted.contacts
             shard = self._shards.get(shard_id) or self._shard(shard_id)
             self._workers.move_to_end(worker_id)
             worker.add(receipt, payload_bytes=payload_bytes)
             shard.add(receipt, payload_bytes=payload_bytes)
             if shard_id not in contacts.pushed:
                 _note(contacts.pushed, shard_id)
-            self._recent.append(logged)
+            self._recent.append((worker_id, receipt, now))
             if answer_bytes:
                 self._of_no_shard.bytes_out += answer_bytes
                 worker.bytes_out += answer_bytes
                 if shard_id not in contacts.pulled:
                     _note(contacts.pulled, shard_id)
-            if receipt.version_after > receipt.version_before and not receipt.duplicate:
-                self._last_update = now
+            if not receipt.duplicate:
+                # Without a call of its own: every push comes here.
+                updates = receipt.version_after - receipt.version_before
+                if updates:
+                    self._last_update = now
+                step, push = counted.newest, (incarnation, receipt.sequence)
+                if step is None or step.cause != push:
+                    began = counted.since if counted.since < now else now
+                    step = Activity(worker_id, push, began, now, receipt, receipt.staleness, updates, 1)
+                    counted.newest = step
+                    self._growing.append(step)
+                    self._num_begun += 1
+                else:
+                    step.ended, step.num_shards = now, step.num_shards + 1
+                    if receipt.staleness > step.staleness:
+                        step.staleness = receipt.staleness
+                    if updates > step.updates:
+                        step.updates = updates
+                    if step.receipt is not None and receipt.outcome > step.receipt.outcome:
+                        step.receipt = receipt
+                counted.since = now
             if update is not None:
                 parts = update.parts
                 if len(parts) == 1 and parts[0].contribution.gradient.kind != PayloadKind.NOTHING:
@@ -192,14 +255,15 @@ class Statistics:
                 self._apply_counts[bisect_left(APPLY_SECONDS_BOUNDS, apply_seconds)] += 1
                 self._apply_sum += apply_seconds
 
-    def pulled(self, worker_id: str, payload_bytes: int, *, shard_ids: Iterable[int] = ()) -> None:
+    def pulled(self, worker_id: str, payload_bytes: int, *, now: float, shard_ids: Iterable[int] = ()) -> None:
         """Count the payload of these shards, which was sent to a worker or an observer."""
         with self._lock:
             self._of_no_shard.bytes_out += payload_bytes
-            worker, contacts = self._worker(worker_id)
-            worker.bytes_out += payload_bytes
+            counted = self._worker(worker_id)
+            counted.tally.bytes_out += payload_bytes
+            counted.since = now
             for shard_id in shard_ids:
-                _note(contacts.pulled, shard_id)
+                _note(counted.contacts.pulled, shard_id)
 
     def updated(self, shard_id: int, updates: Sequence[Update], *, now: float) -> None:
         """Count updates without a push: of a round that was completed as it was, or of settled gradients."""
@@ -210,10 +274,21 @@ class Statistics:
                 self._count_parts(shard, update)
             self._last_update = now
 
-    def blocked(self, worker_id: str, seconds: float) -> None:
+    def blocked(
+        self, worker_id: str, seconds: float, *, since: float, now: float, waited_for: tuple[str, ...] = ()
+    ) -> None:
+        """Count a wait that ends now, of a call that has waited since then, and go on with the call's earlier waits."""
         with self._lock:
-            for tally in (self._of_no_shard, self._worker(worker_id)[0]):
+            counted = self._worker(worker_id)
+            for tally in (self._of_no_shard, counted.tally):
                 tally.blocked_seconds += seconds
+            wait = counted.newest
+            if wait is None or wait.cause != since or wait.number:
+                wait = counted.newest = Activity(worker_id, since, now - seconds, now)
+                self._growing.append(wait)
+                self._num_begun += 1
+            wait.ended = counted.since = now
+            wait.waited_for = waited_for
 
     def total(self) -> Tally:
         """Return the counts over all workers and shards."""
@@ -229,13 +304,13 @@ class Statistics:
         """Return the counts of a worker; zeros for an unknown one."""
         with self._lock:
             counted = self._workers.get(worker_id)
-            return Tally() if counted is None else counted[0].copy()
+            return Tally() if counted is None else counted.tally.copy()
 
     def contacts(self, worker_id: str) -> Contacts:
         """Return the shards that a worker pushed to and pulled; none for an unknown one."""
         with self._lock:
-            _, shards = self._workers.get(worker_id) or (None, Contacts(set(), set()))
-            return Contacts(*map(set, shards))
+            counted = self._workers.get(worker_id) or Counted()
+            return Contacts(*map(set, counted.contacts))
 
     def shard(self, shard_id: int) -> Tally:
         """Return the counts of a shard; zeros before its first push."""
@@ -252,8 +327,31 @@ class Statistics:
         """Return the newest receipts, newest first; of all workers for ""."""
         with self._lock:
             receipts = list(self._recent)
-        wanted = (logged for logged in reversed(receipts) if worker_id in ("", logged.worker_id))
+        wanted = (LoggedReceipt(*fields) for fields in reversed(receipts) if worker_id in ("", fields[0]))
         return list(islice(wanted, limit))
+
+    def activities(self, after: int, limit: int, *, now: float) -> tuple[list[Activity], int]:
+        """Return steps and waits after that number, and how many before them are kept no longer; oldest first.
+
+        After 0, and after a number that none has, these are the newest.
+        """
+        with self._lock:
+            growing = list(self._growing)
+            self._growing.clear()
+            # Those that nobody asked for in time have numbers too.
+            self._num_listed = self._num_begun - len(growing)
+            for each in growing:
+                if self._is_over(each, now):
+                    self._num_listed += 1
+                    each.number = self._num_listed
+                    self._listed.append(each)
+                else:
+                    self._growing.append(each)
+            listed, newest = list(self._listed), self._num_listed
+        if not 0 < after <= newest:
+            return listed[-limit:], 0
+        found = [each for each in listed if each.number > after][:limit]
+        return found, found[-1].number - after - len(found) if found else 0
 
     def apply_seconds(self) -> tuple[list[int], float]:
         """Return a histogram of the seconds that pushes took in their shard, and their sum.
@@ -265,10 +363,18 @@ class Statistics:
 
     # Call the methods below under the lock.
 
-    def _worker(self, worker_id: str) -> tuple[Tally, Contacts]:
+    def _is_over(self, activity: Activity, now: float) -> bool:
+        """Return whether nothing more comes of a step or a wait."""
+        counted = self._workers.get(activity.worker_id)
+        if counted is None or counted.newest is not activity:
+            return True
+        partly = activity.receipt is not None and activity.num_shards < len(counted.contacts.pushed)
+        return now - activity.ended > (PARTLY_OVER_SECONDS if partly else OVER_SECONDS)
+
+    def _worker(self, worker_id: str) -> Counted:
         counted = self._workers.get(worker_id)
         if counted is None:
-            counted = self._workers[worker_id] = Tally(), Contacts(set(), set())
+            counted = self._workers[worker_id] = Counted()
             if len(self._workers) > WORKERS_MAX:
                 self._workers.popitem(last=False)
         return counted
@@ -283,7 +389,7 @@ class Statistics:
             if gradient.kind == PayloadKind.NOTHING:
                 continue
             rate_scale = update.rate_scale(part)
-            for tally in (self._worker(gradient.worker_id)[0], shard):
+            for tally in (self._worker(gradient.worker_id).tally, shard):
                 tally.rate_scale_count += 1
                 tally.rate_scale_sum += rate_scale
 

@@ -12,7 +12,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("software", "instruction_set", "state", "run_id", "epoch", "server_index", "num_servers", "protocol", "staleness", "optimizer", "num_shards", "num_parameters", "model_parameters", "version_min", "version_max", "workers_alive", "tally", "examples", "uptime_seconds", "last_update_seconds", "data_address", "control_address", "metrics_address", "checkpoint", "waiting_for", "warmup", "warming_up", "schedule", "learning_rates", "batch_growth", "batch_size", "clip_norm", "pending_gradients", "pending_bytes", "roster", "workers_missing", "warnings", "schedule_owner", "durable_version", "checkpoint_failure", "standby")
+    __slots__ = ("software", "instruction_set", "state", "run_id", "epoch", "server_index", "num_servers", "protocol", "staleness", "optimizer", "num_shards", "num_parameters", "model_parameters", "version_min", "version_max", "workers_alive", "tally", "examples", "uptime_seconds", "last_update_seconds", "data_address", "control_address", "metrics_address", "checkpoint", "waiting_for", "warmup", "warming_up", "schedule", "learning_rates", "batch_growth", "batch_size", "clip_norm", "pending_gradients", "pending_bytes", "roster", "workers_missing", "warnings", "schedule_owner", "durable_version", "checkpoint_failure", "standby", "cpu_seconds")
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     INSTRUCTION_SET_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class Status(_message.Message):
     DURABLE_VERSION_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FAILURE_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
+    CPU_SECONDS_FIELD_NUMBER: _ClassVar[int]
     software: str
     instruction_set: str
     state: _common_pb2.RunState
@@ -95,7 +96,8 @@ class Status(_message.Message):
     durable_version: int
     checkpoint_failure: str
     standby: str
-    def __init__(self, software: _Optional[str] = ..., instruction_set: _Optional[str] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., num_shards: _Optional[int] = ..., num_parameters: _Optional[int] = ..., model_parameters: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., workers_alive: _Optional[int] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., examples: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., last_update_seconds: _Optional[float] = ..., data_address: _Optional[str] = ..., control_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., waiting_for: _Optional[_Iterable[str]] = ..., warmup: _Optional[str] = ..., warming_up: bool = ..., schedule: _Optional[str] = ..., learning_rates: _Optional[_Iterable[_Union[LearningRate, _Mapping]]] = ..., batch_growth: _Optional[str] = ..., batch_size: _Optional[int] = ..., clip_norm: _Optional[float] = ..., pending_gradients: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., roster: _Optional[_Iterable[str]] = ..., workers_missing: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., schedule_owner: _Optional[str] = ..., durable_version: _Optional[int] = ..., checkpoint_failure: _Optional[str] = ..., standby: _Optional[str] = ...) -> None: ...
+    cpu_seconds: float
+    def __init__(self, software: _Optional[str] = ..., instruction_set: _Optional[str] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., num_shards: _Optional[int] = ..., num_parameters: _Optional[int] = ..., model_parameters: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., workers_alive: _Optional[int] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., examples: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., last_update_seconds: _Optional[float] = ..., data_address: _Optional[str] = ..., control_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., waiting_for: _Optional[_Iterable[str]] = ..., warmup: _Optional[str] = ..., warming_up: bool = ..., schedule: _Optional[str] = ..., learning_rates: _Optional[_Iterable[_Union[LearningRate, _Mapping]]] = ..., batch_growth: _Optional[str] = ..., batch_size: _Optional[int] = ..., clip_norm: _Optional[float] = ..., pending_gradients: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., roster: _Optional[_Iterable[str]] = ..., workers_missing: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., schedule_owner: _Optional[str] = ..., durable_version: _Optional[int] = ..., checkpoint_failure: _Optional[str] = ..., standby: _Optional[str] = ..., cpu_seconds: _Optional[float] = ...) -> None: ...
 
 class Tally(_message.Message):
     __slots__ = ("pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "pushes_dropped", "rejected_by_reason", "updates", "staleness_mean", "staleness_max", "rate_scale_mean", "step_lost", "blocked_seconds", "bytes_in", "bytes_out")
@@ -385,6 +387,48 @@ class ListEventsReply(_message.Message):
     newest: int
     forgotten: int
     def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., newest: _Optional[int] = ..., forgotten: _Optional[int] = ...) -> None: ...
+
+class ListActivityRequest(_message.Message):
+    __slots__ = ("after", "limit")
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    after: int
+    limit: int
+    def __init__(self, after: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class Activity(_message.Message):
+    __slots__ = ("number", "worker_id", "age_seconds", "seconds", "sequence", "outcome", "reason", "staleness", "updates", "waited_for")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FOR_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    worker_id: str
+    age_seconds: float
+    seconds: float
+    sequence: int
+    outcome: _common_pb2.Outcome
+    reason: _common_pb2.Reason
+    staleness: int
+    updates: int
+    waited_for: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, number: _Optional[int] = ..., worker_id: _Optional[str] = ..., age_seconds: _Optional[float] = ..., seconds: _Optional[float] = ..., sequence: _Optional[int] = ..., outcome: _Optional[_Union[_common_pb2.Outcome, str]] = ..., reason: _Optional[_Union[_common_pb2.Reason, str]] = ..., staleness: _Optional[int] = ..., updates: _Optional[int] = ..., waited_for: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ListActivityReply(_message.Message):
+    __slots__ = ("activities", "newest", "forgotten")
+    ACTIVITIES_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    activities: _containers.RepeatedCompositeFieldContainer[Activity]
+    newest: int
+    forgotten: int
+    def __init__(self, activities: _Optional[_Iterable[_Union[Activity, _Mapping]]] = ..., newest: _Optional[int] = ..., forgotten: _Optional[int] = ...) -> None: ...
 
 class GetMemoryRequest(_message.Message):
     __slots__ = ()

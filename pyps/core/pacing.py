@@ -324,6 +324,8 @@ class StepGate:
     def __init__(self, pacer: Pacer | None = None):
         # None under most protocols, whose workers request no steps; may be read from any thread.
         self.pacer = pacer
+        # The worker whose step, or end, woke calls last; empty where none did.
+        self.moved_by = ""
         self._version = 0
         # By worker.
         self._parked = ParkedCalls[str]()
@@ -342,7 +344,7 @@ class StepGate:
             return True, NONE
         released = self.pacer.arrive(worker_id, clock)
         self._latest[worker_id] = wake
-        effects = self._wake(other for other in released if other != worker_id)
+        effects = self._wake([other for other in released if other != worker_id], by=worker_id)
         granted = worker_id in released
         if not granted:
             self._parked.park(worker_id, wake)
@@ -358,14 +360,14 @@ class StepGate:
         if self._latest.get(worker_id) != wake:
             return NONE
         del self._latest[worker_id]
-        return self._wake(self.pacer.withdraw(worker_id)) if withdraw and self.pacer is not None else NONE
+        return self._wake(self.pacer.withdraw(worker_id), by=worker_id) if withdraw and self.pacer is not None else NONE
 
     def depart(self, worker_id: str) -> Effects:
         """Forget a worker; wake its own calls too."""
         if self.pacer is None:
             return NONE
         # The quorum must not wait for a worker that never requested a step.
-        return self._wake([*self.pacer.excuse([worker_id]), *self.pacer.depart(worker_id), worker_id])
+        return self._wake([*self.pacer.excuse([worker_id]), *self.pacer.depart(worker_id), worker_id], by=worker_id)
 
     def excuse(self, worker_ids: Iterable[str]) -> Effects:
         """Count workers that are gone, or compute already, towards the quorum."""
@@ -388,7 +390,7 @@ class StepGate:
 
     def set_aside(self, worker_id: str) -> Effects:
         """Stop waiting for a worker until it requests its next step."""
-        return NONE if self.pacer is None else self._wake(self.pacer.set_aside(worker_id))
+        return NONE if self.pacer is None else self._wake(self.pacer.set_aside(worker_id), by=worker_id)
 
     def advanced(self, version: int) -> Effects:
         """Note a shard's version; the highest is in force."""
@@ -424,8 +426,10 @@ class StepGate:
         """Return the same as `awaited` if any call waits, else ()."""
         return self.awaited(alive) if self._parked.calls else ()
 
-    def _wake(self, worker_ids: Iterable[str]) -> Effects:
-        return Effects(wakes=tuple(self._parked.take(worker_ids)))
+    def _wake(self, worker_ids: Iterable[str], *, by: str = "") -> Effects:
+        if wakes := self._parked.take(worker_ids):
+            self.moved_by = by
+        return Effects(wakes=tuple(wakes))
 
     def _wake_all(self) -> Effects:
-        return Effects(wakes=tuple(self._parked.take_all()))
+        return self._wake(list(self._parked.calls))

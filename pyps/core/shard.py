@@ -95,7 +95,7 @@ class Shard:
         moved = {} if momentum is None else {rule.momentum_name: momentum}
         self.hyperparameters: Mapping[str, float] = MappingProxyType(validate(rule, {**hyperparameters, **moved}))
         self.learning_rate = self.hyperparameters["learning_rate"] if learning_rate is None else learning_rate
-        self.version = version
+        self.version, self.updated_by = version, ""
         self.examples = examples
         # How often something changed that no version says: the ledger, gradients that wait, rates.
         self.moves = self.durable_moves = 0
@@ -261,7 +261,7 @@ class Shard:
         """Let `writer` overwrite all parameters under the lock: one update without gradients, which is not recorded."""
         with self._lock:
             writer(self._parameters)
-            self.version += 1
+            self.version, self.updated_by = self.version + 1, ""
             reached = self._reached()
         wake_all(reached)
 
@@ -436,6 +436,7 @@ class Shard:
         if isinstance(decision, Apply):
             brings = reply if receipt.version_after > held_version and isinstance(reply, Reply) else None
             update, left_out = self._apply(decision.parts, rate=rate, update_scale=update_scale, reply=brings)
+            self.updated_by = gradient.worker_id
             if left_out:
                 receipt = verdict.with_left_out(receipt, gradient, count=left_out)
         elif isinstance(decision, Park):
@@ -529,6 +530,7 @@ class Shard:
         rate, update_scale, parts = self._rate(self.learning_rate), self._update_scale(decision.parts), decision.parts
         if self.behaviour.aggregation.at(self.version).clip == "median":
             parts = clipped(parts, self.length)
+        self.updated_by = ""
         return self._apply(parts, rate=rate, update_scale=update_scale)[0]
 
     def _apply(

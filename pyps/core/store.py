@@ -72,8 +72,9 @@ class Store(Protocol):
     length: int
     # What pushes hold, unless NOTHING.
     kind: PayloadKind
-    # The number of updates so far.
+    # The number of updates so far, and the worker whose push made the newest; empty where none did.
     version: int
+    updated_by: str
     # With the version it says whether anything has changed that a checkpoint holds.
     moves: int
     # The newest version that a checkpoint holds, and the moves by then. Set by the checkpoint's writer.

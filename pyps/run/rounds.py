@@ -115,6 +115,8 @@ class RoundController:
         self._content: ReadyContent | None = None
         # The roster with which rounds were last completed.
         self._roster = Roster()
+        # The workers that rounds waited for until they were last completed without a push.
+        self.left_out: tuple[str, ...] = ()
         # The warnings that were logged last.
         self._warned: tuple[str, ...] = ()
 
@@ -323,6 +325,7 @@ class RoundController:
             shard.shard_id,
             receipt,
             payload_bytes=len(gradient.payload),
+            incarnation=gradient.incarnation,
             answer_bytes=answer_bytes,
             update=update,
             now=now,
@@ -357,6 +360,8 @@ class RoundController:
             self._events.add(kind, what, warning=warning, **facts)
         for worker_id, lost in effects.gone:
             self.on_gone(worker_id, lost)
+        if effects.departed:
+            self.left_out = effects.departed
         for name in effects.departed:
             # No other worker waits for its next step any more.
             self.at_gate(self.steps.depart, name)
@@ -428,6 +433,7 @@ class RoundController:
                 if self.behaviour.aggregation.at(version).has_quorum(shard.num_pending, of_part):
                     # The log says who was there, so that a replay makes the same update.
                     present = tuple(sorted(shard.contributors()))
+                    self.left_out = tuple(sorted({*of_part.workers} - {*present}))
                     # A late push may have completed the round meanwhile: the next one has its own grace.
                     self._updated(shard, shard.complete(Roster(present), version=version))
 

@@ -14,6 +14,7 @@ from pyps.service.calls import Context
 from pyps.service.convert import receipt_of
 from pyps.service.report import (
     Addresses,
+    activity_of,
     histogram_of,
     learning_rates_of,
     memory_of,
@@ -36,6 +37,8 @@ from pyps_wire.errors import InvalidArgument, NotAllowed, NotInitialized, RunFin
 THREADS = {"ask": 8, "sum": 2, "save": 1}
 EVENTS_DEFAULT = 100
 EVENTS_MAX = 1000
+ACTIVITIES_DEFAULT = 500
+ACTIVITIES_MAX = 2000
 RECEIPTS_DEFAULT = 20
 RECEIPTS_MAX = 1000
 TENSORS_DEFAULT = 100
@@ -189,6 +192,17 @@ class Inspector:
             ],
             newest=events[-1].number if events else request.after,
             forgotten=events[-1].number - request.after - len(events) if events else 0,
+        )
+
+    @_answering
+    def ListActivity(self, request: pb.ListActivityRequest, context: Context) -> pb.ListActivityReply:
+        """List the newest steps and waits; of one step all shards together."""
+        limit, now = min(request.limit or ACTIVITIES_DEFAULT, ACTIVITIES_MAX), self._run.clock()
+        found, forgotten = self._run.statistics.activities(request.after, limit, now=now)
+        return pb.ListActivityReply(
+            activities=[activity_of(each, now=now) for each in found],
+            newest=found[-1].number if found else request.after,
+            forgotten=forgotten,
         )
 
     @_answering

@@ -139,12 +139,16 @@ class ParameterServer:
             describe=lambda: f"{sender.worker_id} waits to begin step {clock + 1}, for {names_in_words(waits_for())}",
             waits_for=waits_for,
         )
+
+        def wake() -> None:
+            poll.wake_by(run.rounds.steps.moved_by)
+
         ask = partial(run.may_proceed, sender.run_id, sender.worker_id, sender.incarnation, sender.secret, clock=clock)
         cancelled = False
         try:
             poll.look()
             again = False
-            while not ask(wake=poll.wake, again=again):
+            while not ask(wake=wake, again=again):
                 await poll.wait()
                 poll.look()
                 again = True
@@ -153,7 +157,7 @@ class ParameterServer:
             raise
         finally:
             # If the call timed out, the next one gets the answer; a cancelled call gives up its turn.
-            run.rounds.at_gate(run.rounds.steps.forget, name, poll.wake, withdraw=cancelled)
+            run.rounds.at_gate(run.rounds.steps.forget, name, wake, withdraw=cancelled)
         return wire.ProceedReply(ask_to_proceed=run.rounds.steps.asks).SerializeToString()
 
     async def Heartbeat(self, message: bytes, context: Call) -> bytes:

@@ -108,7 +108,8 @@ class PullStream:
         if frame is None:
             return []
         shard_ids = (shard.shard_id,)
-        self._run.statistics.pulled(self._worker_id or "observer", len(frame.payload), shard_ids=shard_ids)
+        statistics, puller = self._run.statistics, self._worker_id or "observer"
+        statistics.pulled(puller, len(frame.payload), now=self._run.clock(), shard_ids=shard_ids)
         return [frame]
 
     def wanted(self, shard: Store) -> Wanted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -17,7 +18,7 @@ from pyps.core.warmup import Staged
 from pyps.run.run import SOFTWARE, Run
 from pyps.service.convert import settings_to
 from pyps.service.transport import Host, Transport
-from pyps.statistics import Tally
+from pyps.statistics import Activity, Tally
 from pyps.storage.folder import CheckpointFolder
 from pyps.storage.plain import checksum_of
 from pyps_wire import inspector_pb2 as pb
@@ -68,6 +69,7 @@ def status_of(run: Run, addresses: Addresses, checkpoints: CheckpointFolder | No
         tally=tally_of(run.statistics.total()),
         examples=content.examples,
         uptime_seconds=run.clock() - run.started_at,
+        cpu_seconds=time.process_time(),
         last_update_seconds=-1.0 if last is None else run.clock() - last,
         data_address=addresses.data,
         control_address=addresses.control,
@@ -190,6 +192,22 @@ def worker_info(run: Run, member: Member, *, waits_for: Sequence[str], transport
         parts=member.parts,
         shards_pushed=sorted(contacts.pushed),
         shards_pulled=sorted(contacts.pulled),
+    )
+
+
+def activity_of(activity: Activity, *, now: float) -> pb.Activity:
+    receipt = activity.receipt
+    return pb.Activity(
+        number=activity.number,
+        worker_id=activity.worker_id,
+        age_seconds=now - activity.ended,
+        seconds=activity.ended - activity.began,
+        sequence=receipt.sequence if receipt else 0,
+        outcome=int(receipt.outcome) if receipt else 0,  # type: ignore[arg-type]
+        reason=int(receipt.reason) if receipt else 0,  # type: ignore[arg-type]
+        staleness=activity.staleness,
+        updates=activity.updates,
+        waited_for=activity.waited_for,
     )
 
 

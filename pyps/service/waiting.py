@@ -21,7 +21,7 @@ NAMES_MAX = 8
 
 
 class LongPoll:
-    """Lets one call wait on the event loop. Only `wake` may be called from any thread."""
+    """Lets one call wait on the event loop. Only `wake` and `wake_by` may be called from any thread."""
 
     def __init__(
         self,
@@ -37,6 +37,10 @@ class LongPoll:
         self._work = work
         self._wait = Wait(worker_id, describe, waits_for, self.wake)
         self._wait_seconds = wait_seconds
+        # By the run's clock; None before the first wait.
+        self._began: float | None = None
+        # The workers whose push or step has woken the call.
+        self._woken_by: set[str] = set()
         self._loop = asyncio.get_running_loop()
         self._deadline = self._loop.time() + wait_seconds
         self._woken = asyncio.Event()
@@ -46,24 +50,32 @@ class LongPoll:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._woken.set)
 
+    def wake_by(self, *worker_ids: str) -> None:
+        """Wake, since these workers have pushed or taken a step, or are not waited for any more."""
+        self._woken_by.update(worker_ids)
+        self.wake()
+
     def look(self) -> None:
         """Call this before checking the condition, so that a later `wake` ends the wait."""
         self._woken.clear()
 
     async def wait(self) -> None:
         """Wait until `wake`; WaitTimedOut at the deadline."""
-        began = self._loop.time()
+        began = self._run.clock()
+        self._began = began if self._began is None else self._began
         try:
             with self._run.waits.waiting(self._wait):
                 async with asyncio.timeout_at(self._deadline):
                     await self._woken.wait()
         except TimeoutError:
-            # The description takes locks.
+            # Both take locks.
             what = await self._work.begin(self._wait.describe)
+            self._woken_by.update(await self._work.begin(self._wait.waits_for))
             raise WaitTimedOut(f"after {self._wait_seconds:g} s: {what}") from None
         finally:
-            if self._wait.worker_id:
-                self._run.statistics.blocked(self._wait.worker_id, self._loop.time() - began)
+            if worker_id := self._wait.worker_id:
+                now, others = self._run.clock(), tuple(sorted(self._woken_by - {worker_id, ""}))
+                self._run.statistics.blocked(worker_id, now - began, since=self._began, now=now, waited_for=others)
 
 
 class VersionWait:
@@ -121,7 +133,7 @@ class VersionWait:
 
         def register() -> None:
             for shard in late:
-                arrive = partial(self._arrive, shard.shard_id)
+                arrive = partial(self._arrive, shard)
                 self._cancels.append(shard.when_version(self.min_versions[shard.shard_id], arrive))
             if self._over:
                 self._cancel()
@@ -142,9 +154,9 @@ class VersionWait:
         else:
             self._work.hand_over(self._cancel)
 
-    def _arrive(self, shard_id: int) -> None:
-        self._arrived.append(shard_id)
-        self._parking.wake()
+    def _arrive(self, shard: Store) -> None:
+        self._arrived.append(shard.shard_id)
+        self._parking.wake_by(*((shard.updated_by,) if shard.updated_by else self._run.rounds.left_out))
 
     def _cancel(self) -> None:
         for cancel in list(self._cancels):

@@ -216,10 +216,53 @@ def test_a_wait_is_reported_with_the_workers_waited_for_and_its_time(start_serve
         assert [worker.worker_id for worker in found] == ["a"]
         assert not workers_of(server.control)["a"].waits_for
         assert status_of(server).tally.blocked_seconds == found[0].tally.blocked_seconds
+        a.push(a.push_request(1.0, base_version=2))
+        want = wire.PullRequest.Want(shard_id=0, held_version=2, min_version=3)
+        pull = Thread(target=a.pull, args=([want],), kwargs={"wait_seconds": 15.0})
+        pull.start()
+        wait_until(lambda: workers_of(server.control)["a"].waits_for == ["b"], what="the second wait")
         b.leave()
+        pull.join(15)
         after = workers_of(server.control)
+        with pytest.raises(grpc.RpcError):
+            a.pull([wire.PullRequest.Want(shard_id=0, min_version=9)], wait_seconds=0.2)
+        a.push(a.push_request(1.0, base_version=3))
+        found = activities(server, 9)
+    steps = sorted((step.worker_id, step.sequence, step.outcome, step.updates) for step in found if step.outcome)
+    pending, applied = (common.OUTCOME_PENDING, 0), (common.OUTCOME_APPLIED, 1)
+    assert steps == [*(("a", each, *pending) for each in (1, 2, 3)), ("a", 4, *applied)] + [
+        ("b", each, *applied) for each in (1, 2)
+    ]
+    waits = [(wait.worker_id, list(wait.waited_for)) for wait in found if not wait.outcome]
+    assert waits == [("a", ["b"]), ("a", ["b"]), ("a", [])]
     assert (after["a"].counts, after["b"].counts) == (True, False)
     assert status_of(server).roster == ["a"]
+
+
+def activities(server: AnyServer, num: int, **wanted: int) -> list[pb.Activity]:
+    """Return the steps and waits once there are so many."""
+
+    def listed() -> list[pb.Activity] | None:
+        reply = inspect(server.control, "ListActivity", pb.ListActivityRequest(**wanted))
+        return list(reply.activities) if len(reply.activities) >= num else None
+
+    return wait_until(listed, what="steps and waits")
+
+
+def test_a_wait_to_begin_a_step_is_listed_with_the_worker_whose_step_ended_it(start_server):
+    server = start_server("--protocol", "ssp:s=0", "--expected-workers", "2")
+    with WireWorker(server.data, "a") as a, WireWorker(server.data, "b") as b:
+        for worker in (a, b):
+            worker.join()
+        for clock, go_on in enumerate((lambda: b.proceed(0), lambda: b.proceed(1), b.leave)):
+            ahead = Thread(target=a.proceed, args=(clock,))
+            ahead.start()
+            wait_until(lambda: workers_of(server.control)["a"].waits_for == ["b"], what="the wait")
+            go_on()
+            ahead.join(15)
+        waits = activities(server, 3)
+    assert [(wait.worker_id, list(wait.waited_for), wait.sequence) for wait in waits] == [("a", ["b"], 0)] * 3
+    assert all(0 < wait.seconds < 15 and wait.age_seconds > 0 for wait in waits)
 
 
 def test_events_come_oldest_first_and_go_on_after_a_number(start_server):

@@ -30,6 +30,7 @@ CALLS: Mapping[str, tuple[dict[str, Any], str | None]] = {
     "GetStaleness": ({"workerId": "a"}, "buckets"),
     "ListReceipts": ({"limit": 5}, "receipts"),
     "ListEvents": ({"limit": 5}, "newest"),
+    "ListActivity": ({"limit": 5}, None),
     "GetWork": ({"deliveries": True}, "numPortions"),
     "GetMemory": ({}, "residentBytes"),
     "Configure": ({"learningRate": 0.5}, "schedule"),

@@ -8,7 +8,14 @@ from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.staleness import Weighing
 from pyps.core.update import Update
 from pyps.service import report
-from pyps.statistics import RECENT_RECEIPTS_MAX, SHARDS_LISTED_MAX, WORKERS_MAX, Contacts, Statistics
+from pyps.statistics import (
+    ACTIVITIES_MAX,
+    RECENT_RECEIPTS_MAX,
+    SHARDS_LISTED_MAX,
+    WORKERS_MAX,
+    Contacts,
+    Statistics,
+)
 from shards import gradient, pull, run_together, serving
 
 
@@ -73,9 +80,67 @@ def test_updates_without_a_push_are_counted_for_their_shard():
 def test_waits_add_up_for_everybody_and_the_worker():
     statistics = Statistics()
     for worker_id, seconds in (("a", 1.5), ("b", 0.25), ("a", 0.5)):
-        statistics.blocked(worker_id, seconds)
+        statistics.blocked(worker_id, seconds, since=1.0, now=1.0 + seconds)
     assert [statistics.worker(name).blocked_seconds for name in ("a", "b", "c")] == [2.0, 0.25, 0.0]
     assert statistics.total().blocked_seconds == 2.25
+
+
+def steps(statistics: Statistics, after: int = 0, *, limit: int = 100, now: float = 100.0) -> list[tuple[Any, ...]]:
+    return [
+        (each.number, each.worker_id, each.receipt and each.receipt.sequence, each.began, each.ended)
+        for each in statistics.activities(after, limit, now=now)[0]
+    ]
+
+
+def test_the_shards_of_a_push_are_one_step_which_begins_when_its_worker_could_go_on():
+    statistics = Statistics()
+    push(statistics, receipt(), now=1.0)
+    statistics.pulled("a", 8, now=2.0)
+    push(statistics, receipt(sequence=2, staleness=3), now=4.0)
+    push(statistics, receipt(Outcome.REJECTED, sequence=2, shard_id=1, reason=Reason.STALE), now=5.0)
+    push(statistics, receipt(Outcome.PENDING, sequence=2, shard_id=2, staleness=1), now=6.0)
+    push(statistics, receipt(sequence=2, duplicate=True), now=7.0)
+    # It has pushed as many shards as before, and a second has not passed.
+    assert steps(statistics, now=6.5) == [(1, "a", 1, 1.0, 1.0)]
+    statistics.blocked("a", 1.0, since=7.0, now=8.0)
+    statistics.blocked("a", 1.0, since=7.0, now=10.0, waited_for=("b",))
+    assert steps(statistics, 1, now=10.5) == [(2, "a", 2, 2.0, 6.0)]
+    push(statistics, receipt(sequence=2), incarnation=9, now=12.0)
+    (step, wait, again), forgotten = statistics.activities(1, 9, now=100.0)
+    assert (step.receipt.outcome, step.receipt.reason, step.staleness, step.updates) == (
+        *(Outcome.REJECTED, Reason.STALE, 3, 1),
+    )
+    assert (wait.receipt, wait.began, wait.ended, wait.waited_for) == (None, 7.0, 10.0, ("b",))
+    assert (again.number, again.began, again.ended, forgotten) == (4, 10.0, 12.0, 0)
+
+
+def test_a_step_is_listed_once_nothing_more_can_come_of_it():
+    statistics = Statistics()
+    for sequence in (1, 2):
+        push(statistics, receipt(sequence=sequence), now=1.0)
+        push(statistics, receipt(sequence=sequence, shard_id=1), now=1.0)
+    push(statistics, receipt(sequence=3), now=2.0)
+    assert [step[2] for step in steps(statistics, now=5.0)] == [1, 2]
+    push(statistics, receipt(sequence=3, shard_id=1, staleness=9), now=9.0)
+    assert steps(statistics, 2, now=9.5) == []
+    assert [step[2:] for step in steps(statistics, 2, now=10.5)] == [(3, 1.0, 9.0)]
+    # A part that comes even later makes no second step.
+    push(statistics, receipt(sequence=3, shard_id=2), now=20.0)
+    assert len(steps(statistics, now=99.0)) == 3
+
+
+def test_of_very_many_steps_the_newest_are_kept_and_the_others_counted():
+    statistics = Statistics()
+    push(statistics, receipt(sequence=0))
+    assert steps(statistics)[0][:3] == (1, "a", 0)
+    for sequence in range(1, ACTIVITIES_MAX + 5):
+        push(statistics, receipt(sequence=sequence), worker_id="ab"[sequence % 2])
+    found, forgotten = statistics.activities(1, 10, now=100.0)
+    assert ([each.number for each in found], forgotten) == ([*range(6, 16)], 4)
+    # Numbers that none has are of an earlier life.
+    for after in (0, 10_000):
+        assert [step[0] for step in steps(statistics, after, limit=2)] == [ACTIVITIES_MAX + 4, ACTIVITIES_MAX + 5]
+    assert steps(statistics, ACTIVITIES_MAX + 5) == []
 
 
 def test_each_worker_and_shard_has_a_histogram_of_its_own_of_the_gradients_taken():
@@ -104,7 +169,7 @@ def test_recent_receipts_come_newest_first_and_are_bounded():
 def test_memory_is_bounded_whatever_workers_call_themselves_and_however_stale_they_are():
     statistics = Statistics()
     for index in range(WORKERS_MAX + 10):
-        statistics.pulled(f"worker-{index}", 4)
+        statistics.pulled(f"worker-{index}", 4, now=0.0)
     assert statistics.worker("worker-0").bytes_out == 0
     assert statistics.worker(f"worker-{WORKERS_MAX}").bytes_out == 4
     assert statistics.total().bytes_out == 4 * (WORKERS_MAX + 10)
@@ -134,7 +199,7 @@ def test_threads_lose_no_count():
     def count() -> None:
         for _ in range(500):
             push(statistics, receipt())
-            statistics.pulled("a", 1)
+            statistics.pulled("a", 1, now=0.0)
 
     run_together([count] * 4)
     total = statistics.total()
@@ -147,12 +212,12 @@ def test_the_shards_that_a_worker_pushed_to_and_pulled_are_kept_apart_for_each()
         push(statistics, receipt(shard_id=shard_id))
     push(statistics, receipt(Outcome.REJECTED, shard_id=9, reason=Reason.STALE))
     push(statistics, receipt(shard_id=3), worker_id="b", answer_bytes=8)
-    statistics.pulled("a", 8, shard_ids=(7, 6))
+    statistics.pulled("a", 8, now=0.0, shard_ids=(7, 6))
     assert statistics.contacts("a") == Contacts(pushed={2, 5, 9}, pulled={6, 7})
     assert statistics.contacts("b") == Contacts(pushed={3}, pulled={3})
     assert statistics.contacts("nobody") == Contacts(set(), set())
     # Of very many shards the first are listed and no more kept.
-    statistics.pulled("c", 8, shard_ids=range(10, 10 + 2 * SHARDS_LISTED_MAX))
+    statistics.pulled("c", 8, now=0.0, shard_ids=range(10, 10 + 2 * SHARDS_LISTED_MAX))
     assert statistics.contacts("c").pulled == set(range(10, 10 + SHARDS_LISTED_MAX))
 
 

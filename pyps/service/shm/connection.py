@@ -208,7 +208,8 @@ class Pull(Request):
             written.codec = codec  # type: ignore[assignment]
             num_bytes += codec.max_bytes(content.shards[shard_id].length)
         if num_bytes:
-            self._run.statistics.pulled(self._attachment.sender.worker_id, num_bytes, shard_ids=self._versions)
+            run, worker_id = self._run, self._attachment.sender.worker_id
+            run.statistics.pulled(worker_id, num_bytes, now=run.clock(), shard_ids=self._versions)
         return [reply]
 
 
