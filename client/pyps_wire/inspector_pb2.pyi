@@ -367,16 +367,18 @@ class ListEventsRequest(_message.Message):
     def __init__(self, after: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("number", "age_seconds", "kind", "message")
+    __slots__ = ("number", "age_seconds", "kind", "message", "worker")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
     number: int
     age_seconds: float
     kind: str
     message: str
-    def __init__(self, number: _Optional[int] = ..., age_seconds: _Optional[float] = ..., kind: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+    worker: str
+    def __init__(self, number: _Optional[int] = ..., age_seconds: _Optional[float] = ..., kind: _Optional[str] = ..., message: _Optional[str] = ..., worker: _Optional[str] = ...) -> None: ...
 
 class ListEventsReply(_message.Message):
     __slots__ = ("events", "newest", "forgotten")

@@ -187,7 +187,13 @@ class Inspector:
         events = kept[: min(request.limit or EVENTS_DEFAULT, EVENTS_MAX)]
         return pb.ListEventsReply(
             events=[
-                pb.Event(number=event.number, age_seconds=now - event.time, kind=event.kind, message=event.message)
+                pb.Event(
+                    number=event.number,
+                    age_seconds=now - event.time,
+                    kind=event.kind,
+                    message=event.message,
+                    worker=event.worker,
+                )
                 for event in events
             ],
             newest=events[-1].number if events else request.after,

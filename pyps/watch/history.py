@@ -95,9 +95,7 @@ class History:
                 self.add_event(now, address, "found", "answers again")
             server.take(answer, now)
             for event in answer.events:
-                self.add_event(
-                    now - event.age_seconds, address, event.kind, event.message, getattr(event, "worker", "")
-                )
+                self.add_event(now - event.age_seconds, address, event.kind, event.message, event.worker)
             for each in answer.activity:
                 self._take_activity(address, each, now)
 
@@ -347,7 +345,7 @@ def _counts(answer: Answer) -> dict[Key, float]:
         "taken": of.taken(tally),
         "staleness": tally.staleness_mean * of.taken(tally),
     }
-    if cpu_seconds := getattr(status, "cpu_seconds", 0.0):
+    if cpu_seconds := status.cpu_seconds:
         # A server of an earlier version does not say.
         counts["cpu"] = cpu_seconds
     for worker in answer.workers:
