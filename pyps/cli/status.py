@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated
 
 import typer
@@ -17,7 +17,8 @@ from rich.text import Text
 from pyps.cli.control import INTERRUPTED, ObserverTokenFile, Servers, resolved
 from pyps.control import Control, not_named
 from pyps.units import in_bytes, in_seconds
-from pyps.watch.answer import Answer, codecs_of, merged, printable, taken, waits_for, workers_of
+from pyps.watch.answer import Answer, activity_of, codecs_of, merged, printable, taken, waits_for, workers_of
+from pyps.watch.history import History
 from pyps_client.credentials import read_token
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
@@ -67,7 +68,7 @@ def status(
                 failed = [{"address": address, "error": message} for address, message in errors.items()]
                 typer.echo(json.dumps({"servers": [*(answer.to_json() for answer in answers), *failed]}, indent=2))
             elif answers:
-                _show(answers, wide=wide, shards_shown=None if all_shards else SHARDS_SHOWN)
+                _show(answers, errors, wide=wide, shards_shown=None if all_shards else SHARDS_SHOWN)
                 if not errors and (hint := not_named([answer.status for answer in answers])):
                     typer.echo(hint)
             for message in errors.values():
@@ -90,6 +91,7 @@ def _query(address: str, token: str, *, num_events: int, checksums: bool) -> Ans
             control.call("ListShards", pb.ListShardsRequest(without_checksums=not checksums)).shards,
             _chosen(events, num_events),
             control.call("GetWork", work_wire.GetWorkRequest()),
+            activity=activity_of(control).activities,
         )
 
 
@@ -104,12 +106,14 @@ def _chosen(events: Sequence[pb.Event], count: int) -> list[pb.Event]:
     return sorted([*newest_first, *others][:count], key=lambda event: event.number)
 
 
-def _show(answers: Sequence[Answer], *, wide: bool, shards_shown: int | None) -> None:
+def _show(answers: Sequence[Answer], errors: Mapping[str, str], *, wide: bool, shards_shown: int | None) -> None:
     console = Console()
     if not console.is_terminal and (wide or "COLUMNS" not in os.environ):
         console = Console(width=max(PIPE_COLUMNS, console.width))
-    console.print(servers_table(answers))
     begun = any(answer.shards for answer in answers)
+    if begun or any(answer.workers for answer in answers):
+        console.print(harmless(f"{_verdict(answers, errors)}."))
+    console.print(servers_table(answers))
     if begun or any(answer.workers for answer in answers):
         console.print(_workers_table(answers, wide=wide))
     for answer in answers:
@@ -122,6 +126,15 @@ def _show(answers: Sequence[Answer], *, wide: bool, shards_shown: int | None) ->
         console.print(Text(f"no run yet: a worker starts it (PYPS_SERVERS={data})"))
     for line in lines(answers):
         console.print(harmless(line))
+
+
+def _verdict(answers: Sequence[Answer], errors: Mapping[str, str]) -> str:
+    history = History([*(answer.address for answer in answers), *errors])
+    for answer in answers:
+        history.take(answer.address, answer)
+    for address, error in errors.items():
+        history.take(address, error)
+    return history.verdict.sentence
 
 
 def lines(answers: Sequence[Answer]) -> Iterable[str]:

@@ -10,11 +10,15 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
+from pyps.control import Control
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work_wire
+from pyps_wire.errors import ProtocolMismatch
 
 COUNT_MAX = 2**64 - 1
+# Steps and waits in a reply, for the sake of the server.
+ACTIVITY_MAX = 1000
 # A message as a dictionary, without leaving out fields that are 0 or empty.
 _plain = partial(MessageToDict, always_print_fields_with_no_presence=True)
 
@@ -31,7 +35,7 @@ class Answer:
     work: work_wire.WorkProgress = field(default_factory=work_wire.WorkProgress)
     staleness: pb.StalenessHistogram = field(default_factory=pb.StalenessHistogram)
     memory: pb.Memory = field(default_factory=pb.Memory)
-    activity: Sequence[Any] = ()
+    activity: Sequence[pb.Activity] = ()
 
     @property
     def state(self) -> str:
@@ -48,6 +52,16 @@ class Answer:
             "events": [*map(_plain, self.events)],
             "work": _plain(self.work),
         }
+
+
+def activity_of(control: Control, *, after: int = 0) -> pb.ListActivityReply:
+    """Return the steps and waits after that number, the newest for 0; none of a server of an earlier version."""
+    try:
+        request = pb.ListActivityRequest(after=after, limit=ACTIVITY_MAX)
+        reply: pb.ListActivityReply = control.call("ListActivity", request)
+        return reply
+    except ProtocolMismatch:
+        return pb.ListActivityReply()
 
 
 def workers_of(answers: Sequence[Answer]) -> dict[str, list[pb.WorkerInfo]]:

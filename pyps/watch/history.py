@@ -99,7 +99,7 @@ class History:
             for each in answer.activity:
                 self._take_activity(address, each, now)
 
-    def _take_activity(self, address: str, each: Any, now: float) -> None:
+    def _take_activity(self, address: str, each: pb.Activity, now: float) -> None:
         ended = now - each.age_seconds
         source, last = self._sources.get(each.worker_id, (address, -math.inf))
         # Several servers list the same steps, a moment apart.
@@ -345,9 +345,9 @@ def _counts(answer: Answer) -> dict[Key, float]:
         "taken": of.taken(tally),
         "staleness": tally.staleness_mean * of.taken(tally),
     }
-    if cpu_seconds := status.cpu_seconds:
+    if status.cpu_seconds:
         # A server of an earlier version does not say.
-        counts["cpu"] = cpu_seconds
+        counts["cpu"] = status.cpu_seconds
     for worker in answer.workers:
         name = worker.worker_id
         counts[name, "steps"] = worker.clock

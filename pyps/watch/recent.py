@@ -48,8 +48,9 @@ class Figures:
     # The median of its steps' seconds, and how many times as long as the others' that is; None where not known.
     seconds: float | None = None
     slower: float | None = None
-    # Seconds since it first did anything in the window, and how many of those it waited.
+    # Seconds since it first did anything in the window, since it last did, and for how many it waited.
     present: float = 0.0
+    idle: float = 0.0
     waited: float = 0.0
 
     @property
@@ -86,7 +87,7 @@ class Recent:
         for name, others in waiting.items():
             self._add_wait(self.workers[name], end - last[name], others)
         for name, figures in self.workers.items():
-            figures.present = end - began[name]
+            figures.present, figures.idle = end - began[name], now - last[name]
         self._compare()
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from pyps.core.protocols.paced import Serial, Ssp
@@ -11,13 +12,16 @@ from pyps.units import counted, in_seconds
 from pyps.watch.answer import Answer, printable, waits_for, workers_of
 from pyps.watch.recent import Figures, Recent
 from pyps.watch.staleness import Expected
+from pyps_wire import inspector_pb2 as pb
 
 # Below these nothing is said: a wait that is no more than jitter, a speed that is about the same.
 WAITED_LEAST, SLOWER_LEAST, LOST_LEAST, REFUSED_LEAST = 0.05, 1.2, 0.2, 0.1
-# A server's event loop is one thread.
-BUSY_LEAST = 0.9
+# A server's event loop is one thread; kernels take further ones.
+BUSY_LEAST, BUSY_MOST = 0.9, 1.15
 # Two heartbeats of a default server.
 SILENT_SECONDS = 10.0
+# A step takes long by both: seconds, and times its worker's median.
+LONG_SECONDS, LONG_TIMES = 2.0, 5.0
 STEPS_LEAST = 3
 
 
@@ -55,44 +59,42 @@ def _cases(
     if not answers:
         yield Verdict("no server has answered yet")
         return
+    if states == {"standby"}:
+        yield Verdict("only a standby answers: another server serves the run")
     if not states & {"ready", "finished", "draining"}:
         coming = "initializing" in states
         yield Verdict("the run waits for its first parameters" if coming else "no run yet: a worker starts it")
-    expected = Expected(answers[0].status)
-    if missing := max(answer.status.workers_missing for answer in answers):
-        yield Verdict(f"the first update waits for {counted(missing, 'worker')} that {_has(missing)} not pushed yet")
+    expected, status = Expected(answers[0].status), answers[0].status
+    protocol = status.warmup if status.warming_up else status.protocol
     workers = workers_of(answers)
     alive = [name for name, known in workers.items() if known[0].state == "alive"]
+    waiting = [others for known in workers.values() if (others := waits_for(known))]
+    missing = status.workers_missing
+    if missing and (waiting or (expected.protocol is not None and expected.protocol.barrier)):
+        have = "has" if missing == 1 else "have"
+        yield Verdict(f"the run waits for {counted(missing, 'worker')} that {have} not pushed yet")
     if not alive:
         yield Verdict("no worker is alive: the run waits for one")
     if expected.protocol is not None and expected.protocol.coordinated:
         work = answers[0].work
-        yield Verdict(
-            f"a coordinator leads: {work.done:,} of {counted(work.num_portions, 'portion')} of this pass are done, "
-            f"{counted(work.running, 'worker')} compute"
-        )
-    protocol = answers[0].status.warmup if answers[0].status.warming_up else answers[0].status.protocol
-    waiting = {name: others for name, known in workers.items() if (others := waits_for(known))}
-    now_for = Counter(other for others in waiting.values() for other in others)
-    for name, count in now_for.most_common():
-        known = workers.get(name)
-        if known and known[0].state != "alive":
-            yield Verdict(f"{name} is gone ({known[0].state}), and {_wait(count)} for it under {protocol}", name)
-        elif known and known[0].silent_seconds >= SILENT_SECONDS:
-            since = in_seconds(known[0].silent_seconds)
-            yield Verdict(f"{name} has been silent for {since}, and {_wait(count)} for it under {protocol}", name)
+        portions = f"{work.done:,} of {counted(work.num_portions, 'portion')}"
+        yield Verdict(f"under {protocol} a coordinator leads: {portions} of this pass are done")
+    for name, count in Counter(chain(*waiting)).most_common():
+        if name in workers:
+            yield from _held_up(name, workers[name][0], recent.workers.get(name), f"{_wait(count)} for {name}")
     if not recent.num_steps:
         yield Verdict(f"{counted(len(alive), 'worker')} alive, and no gradient in the last minute")
     few = "" if recent.num_steps >= STEPS_LEAST * len(alive) else f"so far ({counted(recent.num_steps, 'gradient')}): "
     slowest = max(recent.workers, key=lambda name: recent.workers[name].slower or 0.0)
     if len(alive) > 1:
-        yield from (Verdict(few + found.sentence, found.worker) for found in _waits(recent, expected, protocol))
+        yield from (
+            Verdict(few + found.sentence, found.worker) for found in _waits(workers, recent, expected, protocol)
+        )
     for address, cores in busy.items():
-        if cores >= BUSY_LEAST:
-            yield Verdict(
-                f"server {address} is busy all the time ({cores:.2f} cores): workers may wait for its answers"
-            )
-    yield from (Verdict(few + found.sentence, found.worker) for found in _costs(recent, expected, protocol, slowest))
+        if BUSY_LEAST <= cores <= BUSY_MOST:
+            yield Verdict(f"server {address} is always busy ({cores:.2f} cores): workers may wait for its answers")
+    found = _costs(recent, expected, protocol, slowest)
+    yield from (Verdict(few + each.sentence, each.worker) for each in found)
     nobody = "nobody waits" if recent.share_waited() < WAITED_LEAST else "workers hardly wait"
     if len(alive) > 1 and _is_slow(recent.workers[slowest]):
         yield Verdict(
@@ -101,7 +103,21 @@ def _cases(
     yield Verdict(f"{few}nothing holds the run back{': nobody waits' if len(alive) > 1 else ''}")
 
 
-def _waits(recent: Recent, expected: Expected, protocol: str) -> Iterator[Verdict]:
+def _held_up(name: str, info: pb.WorkerInfo, figures: Figures | None, who_waits: str) -> Iterator[Verdict]:
+    """Yield why others wait for a worker now, if that is no step like its others."""
+    if info.state != "alive":
+        yield Verdict(f"{who_waits}, which is gone ({info.state})", name)
+    elif info.silent_seconds >= SILENT_SECONDS:
+        yield Verdict(f"{who_waits}, which has been silent for {in_seconds(info.silent_seconds)}", name)
+    elif figures is None or figures.seconds is None:
+        yield Verdict(f"{who_waits}, of which no gradient has come yet", name)
+    elif figures.idle >= max(LONG_SECONDS, LONG_TIMES * figures.seconds):
+        yield Verdict(f"{who_waits}, whose step has taken {in_seconds(figures.idle)} so far", name)
+
+
+def _waits(
+    workers: Mapping[str, Sequence[pb.WorkerInfo]], recent: Recent, expected: Expected, protocol: str
+) -> Iterator[Verdict]:
     """Yield what is to be said of waits for other workers."""
     share = recent.share_waited()
     if share < WAITED_LEAST:
@@ -109,15 +125,20 @@ def _waits(recent: Recent, expected: Expected, protocol: str) -> Iterator[Verdic
     if isinstance(expected.protocol, Serial):
         yield Verdict(f"under {protocol} one worker computes at a time: workers wait for their turn {_part(share)}")
     waited = sum(figures.waited for figures in recent.workers.values())
-    for name, seconds in sorted(recent.waited_for.items(), key=lambda item: -item[1])[:1]:
-        figures = recent.workers.get(name)
-        if figures is None or seconds < waited / 2 or not _is_slow(figures):
-            continue
-        of_others = _part(recent.share_waited(without=name))
-        lead = "all"
-        if isinstance(expected.protocol, Ssp) and expected.protocol.s:
-            lead = f"the others, at most {counted(expected.protocol.s, 'step')} ahead,"
-        yield Verdict(f"{name} is {_slower(recent, name)}; under {protocol} {lead} wait for it: {of_others}", name)
+    name = max(recent.waited_for, key=recent.waited_for.__getitem__, default="")
+    for_it, of_others = recent.waited_for[name] / waited, _part(recent.share_waited(without=name))
+    if name in workers and for_it >= 0.5:
+        info, figures = workers[name][0], recent.workers[name]
+        if info.state != "alive":
+            yield Verdict(f"the others waited for {name}, which is gone ({info.state}): {of_others} lately", name)
+        elif _is_slow(figures):
+            lead = "all"
+            if isinstance(expected.protocol, Ssp) and expected.protocol.s:
+                lead = f"the others, at most {counted(expected.protocol.s, 'step')} ahead,"
+            yield Verdict(f"{name} is {_slower(recent, name)}; under {protocol} {lead} wait for it: {of_others}", name)
+        elif for_it >= 0.8 and len(workers) > 2:
+            why = "though most of its steps take no longer than theirs"
+            yield Verdict(f"under {protocol} the others wait for {name}, {why}: {of_others}", name)
     yield Verdict(f"under {protocol} workers wait for one another {_part(share)}; none is much slower than the rest")
 
 
@@ -159,7 +180,3 @@ def _part(share: float) -> str:
 
 def _wait(count: int) -> str:
     return "1 worker waits" if count == 1 else f"{count} workers wait"
-
-
-def _has(count: int) -> str:
-    return "has" if count == 1 else "have"

@@ -7,7 +7,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from pyps.control import Control
-from pyps.watch.answer import Answer
+from pyps.watch.answer import ACTIVITY_MAX, Answer, activity_of
 from pyps.watch.history import History
 from pyps_client.credentials import read_token
 from pyps_client.places import address_of
@@ -20,6 +20,7 @@ from pyps_wire.errors import PypsError
 INTERVAL_SECONDS = 1.0
 WORKERS_A_SECOND = 256
 CALL_SECONDS = 5.0
+EVENTS_MAX = 1000
 
 
 class Watch:
@@ -47,19 +48,14 @@ class Watch:
             self.history.tick()
 
     def _ask(self, address: str) -> None:
-        newest, uptime_seconds = 0, 0.0
+        asked = Asked()
         while not self._closed.is_set():
             try:
                 # A new connection after each failure: gRPC would wait ever longer, and the server may have moved.
                 place, token = address_of(address, port=CONTROL_PORT), read_token(self._token_file)
                 with Control(place, token=token, timeout_seconds=CALL_SECONDS) as control:
                     while not self._closed.is_set():
-                        answer = asked(control, address, after=newest)
-                        newest = max([newest, *(event.number for event in answer.events)])
-                        if answer.status.uptime_seconds < uptime_seconds:
-                            # A restarted server, which numbers its events from 1.
-                            newest = 0
-                        uptime_seconds = answer.status.uptime_seconds
+                        answer = asked.answer(control, address)
                         self.history.take(address, answer)
                         self._closed.wait(self._interval_seconds + len(answer.workers) / WORKERS_A_SECOND)
             except PypsError as error:
@@ -67,14 +63,37 @@ class Watch:
                 self._closed.wait(self._interval_seconds)
 
 
-def asked(control: Control, address: str, *, after: int) -> Answer:
-    """Return a server's answers without shards, with the events after that number. Raises PypsError."""
-    return Answer(
-        address,
-        control.call("GetStatus", pb.GetStatusRequest()),
-        control.call("ListWorkers", pb.ListWorkersRequest()).workers,
-        events=control.call("ListEvents", pb.ListEventsRequest(after=after)).events,
-        work=control.call("GetWork", work_wire.GetWorkRequest()),
-        staleness=control.call("GetStaleness", pb.GetStalenessRequest()),
-        memory=control.call("GetMemory", pb.GetMemoryRequest()),
-    )
+class Asked:
+    """What was asked of one server so far, so that it tells nothing twice."""
+
+    def __init__(self) -> None:
+        self._uptime_seconds = 0.0
+        self._event, self._activity = 0, 0
+        self._lags = False
+
+    def answer(self, control: Control, address: str) -> Answer:
+        """Return the server's answers without shards, and what is new of events, steps and waits. Raises PypsError."""
+        status = control.call("GetStatus", pb.GetStatusRequest())
+        if status.uptime_seconds < self._uptime_seconds:
+            # A restarted server numbers from 1.
+            self._event, self._activity = 0, 0
+        self._uptime_seconds = status.uptime_seconds
+        events = control.call("ListEvents", pb.ListEventsRequest(after=self._event, limit=EVENTS_MAX))
+        self._event = events.newest
+        # Of more than a reply holds the oldest are skipped: who shows them has to keep up.
+        reply = activity_of(control, after=0 if self._lags else self._activity)
+        # A server whose run was reset numbers from 1 too.
+        known = self._activity if reply.newest >= self._activity else 0
+        activity = [each for each in reply.activities if each.number > known]
+        self._lags = len(reply.activities) >= ACTIVITY_MAX
+        self._activity = reply.newest
+        return Answer(
+            address,
+            status,
+            control.call("ListWorkers", pb.ListWorkersRequest()).workers,
+            events=events.events,
+            work=control.call("GetWork", work_wire.GetWorkRequest()),
+            staleness=control.call("GetStaleness", pb.GetStalenessRequest()),
+            memory=control.call("GetMemory", pb.GetMemoryRequest()),
+            activity=activity,
+        )

@@ -1,0 +1,121 @@
+"""What is known of a run from real servers: what holds it up, what staleness costs; what asking costs them."""
+
+import re
+import threading
+from itertools import pairwise
+
+import psutil
+import pytest
+
+from client_support import addresses, gradients_like, make_client, small_model
+from pyps.control import Control
+from pyps.watch.history import History
+from pyps.watch.watch import Asked, Watch
+from pyps_client.launch import parse_servers
+from support import replace_file, shell, status_of, wait_until
+from wire_worker import WireWorker
+
+
+def look(*servers) -> History:
+    history = History([server.control for server in servers])
+    for server in servers:
+        with Control(server.control, token="") as control:
+            history.take(server.control, Asked().answer(control, server.control))
+    return history
+
+
+def test_who_holds_the_others_up_is_known_from_one_look(start_server):
+    servers = [start_server("--protocol=hardsync", "--expected-workers=2") for _ in range(2)]
+    ended = threading.Event()
+
+    def work(name: str, seconds: float) -> None:
+        with make_client(addresses(servers), worker_id=name) as client:
+            while not ended.wait(seconds):
+                client.push(gradients_like(small_model(), seed=0), examples=8)
+                client.pull()
+
+    workers = [threading.Thread(target=work, args=each) for each in (("quick", 0.01), ("slow", 0.1))]
+    for worker in workers:
+        worker.start()
+    try:
+        wait_until(lambda: len(look(*servers).steps) >= 20, what="20 steps")
+        history = look(*servers)
+        shown = shell("status", "--servers", ",".join(server.control for server in servers))
+    finally:
+        ended.set()
+        for worker in workers:
+            worker.join()
+    words = r"slow is (.*) times slower than the rest; under hardsync all wait for it: (\d+)% of their time"
+    for sentence in (history.verdict.sentence, shown):
+        found = re.match(words, sentence)
+        assert found and float(found[1]) > 2 and 50 < int(found[2]) < 100, sentence
+    assert history.verdict.worker == "slow"
+    # Two servers list each step, and it is one.
+    steps = [step for step in history.steps if step.worker == "slow"]
+    assert len(steps) <= max(info.clock for info in history.answers[0].workers)
+    assert all(before.ended <= after.began + 0.05 for before, after in pairwise(steps))
+
+
+@pytest.mark.parametrize("policy", ["divide", "per_update", "hinge:a=2,b=1", "constant", "polynomial"])
+def test_what_the_policy_in_force_takes_of_the_histogram_is_what_the_server_counted(start_server, policy):
+    server = start_server("--protocol=async", f"--staleness={policy}", "--expected-workers=2")
+    workers = [WireWorker(server.data, name) for name in "ab"]
+    for worker in workers:
+        worker.join()
+    for base in (0, 0, 1, 1, 1, 4, 0):
+        for worker in workers:
+            worker.push(worker.push_request(1.0, base_version=base))
+    shown = look(server).to_json()["staleness"]
+    [in_force] = [each for each in shown["policies"] if each["in_force"]]
+    assert policy.startswith(in_force["name"])
+    assert in_force["lost"] == pytest.approx(status_of(server).tally.step_lost) and in_force["lost"] > 0
+    assert (shown["law"], shown["law_words"]) == (1.0, "(L-1)/c = (2-1)/1")
+    for worker in workers:
+        worker.channel.close()
+
+
+def test_a_server_that_died_is_found_again_at_another_address(start_server, tmp_path):
+    file = tmp_path / "servers"
+    server = start_server()
+    replace_file(file, f"{server.control}\n")
+    watch = Watch(parse_servers(f"file:{file}"), interval_seconds=0.05)
+    history = watch.history
+
+    def has(words: str) -> None:
+        wait_until(lambda: words in f"{history.to_json()}", what=words)
+
+    watch.start()
+    has("no run yet")
+    server.stop()
+    has("no server answers on")
+    moved = start_server()
+    with make_client(moved.data, worker_id="w-7") as client:
+        client.push(gradients_like(small_model(), seed=0))
+        replace_file(file, f"{moved.control}\n")
+        has("answers again")
+        # Events of another server, which numbers them from 1, and the steps.
+        has("worker joined: worker w-7")
+        wait_until(lambda: history.steps and history.rows, what="its step and a row")
+    watch.close()
+
+
+def test_asking_a_server_costs_it_less_than_a_hundredth_of_a_core(start_server_process):
+    server = start_server_process()
+    workers = [WireWorker(server.data, f"worker-{index}") for index in range(4)]
+    for worker in workers:
+        worker.join()
+        worker.push(worker.push_request(1.0))
+        worker.channel.close()
+    process, asked = psutil.Process(server.pid), Asked()
+
+    def cost_of(rounds: int) -> float:
+        before = process.cpu_times()
+        for _ in range(rounds):
+            asked.answer(control, server.control)
+        after = process.cpu_times()
+        return float(after.user + after.system - before.user - before.system) / rounds
+
+    with Control(server.control, token="") as control:
+        cost_of(5)
+        # It is asked once a second. Other programs of this machine make some rounds more expensive.
+        assert min(cost_of(20) for _ in range(5)) < 0.01
