@@ -199,6 +199,9 @@ class Log:
     def write(self, shard_id: int) -> None:
         """Nothing: what was noted is kept."""
 
+    def note(self, line: Mapping[str, Any]) -> None:
+        """Nothing: only what happens to shards is kept."""
+
     def pushes(self, shard_id: int) -> list[Pushed]:
         return [event for event in self.events[shard_id] if isinstance(event, Pushed)]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pyps.core.election import Claim
 from pyps.core.recorder import Recorder
@@ -121,6 +121,9 @@ class RunRecorder(Recorder, Protocol):
 
     def begin(self, header: RunHeader, shards: Mapping[int, Store]) -> None:
         """Record the shards before anything happens to them."""
+
+    def note(self, line: Mapping[str, Any]) -> None:
+        """Record what belongs to no shard: an event, a wait, a worker's report. From any thread; it must not raise."""
 
 
 class Ending:

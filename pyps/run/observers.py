@@ -40,6 +40,8 @@ class Events:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        # Called with each event.
+        self.on_event: Callable[[Event], None] = lambda event: None
         self._lock = Lock()
         # Guarded by _lock.
         self._events: defaultdict[str, deque[Event]] = defaultdict(deque)
@@ -56,6 +58,7 @@ class Events:
             self._events[kind].append(event)
             if sum(map(len, self._events.values())) > EVENTS_MAX:
                 max(self._events.values(), key=len).popleft()
+        self.on_event(event)
         (log.warning if warning else log.info)(what, **facts)
 
     def since(self, number: int) -> list[Event]:

@@ -64,6 +64,10 @@ class Run:
         self.source: ParameterFile | None = None
         self.waits = Waits()
         self.events = Events(clock)
+        if recorder is not None:
+            self.events.on_event = lambda event: recorder.note(
+                {"event": "run", "kind": event.kind, "message": event.message, "worker_id": event.worker}
+            )
         self.on_ready: Callable[[], None] = lambda: None
         self.on_finished: Callable[[], None] = lambda: None
         # Where workers find the standby, once it can take over; "" without one. And what it is, in words.
@@ -208,12 +212,15 @@ class Run:
         """Renew a worker's lease; return False for another run, or a worker that the run does not know."""
         if run_id not in ("", self.content.run_id):
             return False
-        now = self.clock()
+        now, member = self.clock(), self.membership.get(worker_id)
+        before = member.scalars if member is not None else {}
         try:
             heard = self.membership.heard(worker_id, incarnation, now=now, clock=clock, scalars=scalars, secret=secret)
         except UnknownWorker:
             return False
         self.rounds.carry_out(heard)
+        if self.recorder is not None and scalars != before:
+            self.recorder.note({"event": "report", "worker_id": worker_id, "clock": clock, "scalars": dict(scalars)})
         return True
 
     def heard(self, run_id: str, worker_id: str, incarnation: int, secret: bytes = b"") -> None:

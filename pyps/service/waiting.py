@@ -74,8 +74,11 @@ class LongPoll:
             raise WaitTimedOut(f"after {self._wait_seconds:g} s: {what}") from None
         finally:
             if worker_id := self._wait.worker_id:
-                now, others = self._run.clock(), tuple(sorted(self._woken_by - {worker_id, ""}))
-                self._run.statistics.blocked(worker_id, now - began, since=self._began, now=now, waited_for=others)
+                run, now, others = self._run, self._run.clock(), tuple(sorted(self._woken_by - {worker_id, ""}))
+                run.statistics.blocked(worker_id, now - began, since=self._began, now=now, waited_for=others)
+                if run.recorder is not None:
+                    wait = {"worker_id": worker_id, "seconds": now - began, "waited_for": others}
+                    run.recorder.note({"event": "wait", **wait})
 
 
 class VersionWait:

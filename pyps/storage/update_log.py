@@ -1,7 +1,8 @@
 """An update log: a line for every push and update of a run's shards, in their order.
 
-One folder a run and epoch, in it two files a shard:
+One folder a run and epoch, in it two files a shard and one a server, whose lines have the time of day:
 
+run-0.jsonl            of server 0: the run's events, the workers' waits and reports
 shard-000003.jsonl     one line an event: the shard's beginning, pushes, updates, pulls, changes, its end
 shard-000003.payloads  the first parameters and slots, then the gradients; only with --log-gradients
 """
@@ -11,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 import zlib
+from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import chain, count
 from pathlib import Path
@@ -34,6 +37,8 @@ log = logs.get("pyps.update_log")
 
 FORMAT = "pyps update log 4"
 _CHECKSUM = b', "crc32": "'
+# Lines about a run before its first parameters.
+EARLY_MAX = 1000
 
 
 class UpdateLogError(PypsError):
@@ -94,14 +99,34 @@ class LoggedUpdate(NamedTuple):
         return cls(event.update.version, update_to_plain(event.update), quick_checksum_of(event.parameters))
 
 
+class Lines:
+    """A file of lines. For one thread at a time."""
+
+    def __init__(self, path: Path):
+        """Make the file, under a name that no earlier life took. Raises OSError."""
+        names = chain([path], (path.with_stem(f"{path.stem}.{number}") for number in count(2)))
+        self.path = next(name for name in names if not name.exists())
+        self._file = create(self.path)
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Append a line, with the present time where it has none. Raises OSError."""
+        self._file.write(encode({"at": round(time.time(), 6), **line}))
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
 class ShardFiles:
     """Appends to the files of one shard. Guarded by the turn of its `LoggedShard`."""
 
     def __init__(self, path: Path, shard: Store, budget: Budget | None):
         """Make the files, under a name that no earlier life took; `budget` None keeps no payloads. Raises OSError."""
-        names = chain([path], (path.with_stem(f"{path.stem}.{number}") for number in count(2)))
-        self.path = next(name for name in names if not name.exists())
-        self._lines = create(self.path)
+        self._lines = Lines(path)
+        self.path = self._lines.path
         self._shard = shard
         self._budget = budget
         self._payloads = create(self.path.with_suffix(".payloads")) if budget is not None else None
@@ -187,9 +212,10 @@ class ShardFiles:
         self.close()
 
     def close(self) -> None:
-        for file in filter(None, (self._lines, self._payloads)):
+        self._lines.close()
+        if self._payloads is not None:
             with contextlib.suppress(OSError):
-                file.close()
+                self._payloads.close()
 
     def _write_roster(self, roster: Roster) -> None:
         """Write which workers are active, where that has changed since the last such line."""
@@ -200,7 +226,7 @@ class ShardFiles:
 
     def _append(self, line: Mapping[str, Any]) -> None:
         if not self._failed:
-            self._lines.write(encode(line))
+            self._lines.append(line)
 
     def _write_payloads(self, payloads: Iterable[Floats | bytes | memoryview]) -> list[dict[str, Any]] | None:
         """Write payloads and return their places; None where they are not kept."""
@@ -246,6 +272,10 @@ class UpdateLog:
         self._folder = folder
         self._budget = Budget(payload_bytes_max) if log_gradients else None
         self._files: dict[int, ShardFiles] = {}
+        self._lock = Lock()
+        # Guarded by _lock. None before a run begins, and where its file cannot be written.
+        self._run: Lines | None = None
+        self._early: deque[Mapping[str, Any]] = deque(maxlen=EARLY_MAX)
 
     def begin(self, header: RunHeader, shards: Mapping[int, Store]) -> None:
         """Open the files of each shard, before the shards serve."""
@@ -259,6 +289,7 @@ class UpdateLog:
             for shard_id, shard in shards.items():
                 self._files[shard_id] = ShardFiles(folder / f"shard-{shard_id:06d}.jsonl", shard, self._budget)
                 self._files[shard_id].begin(header)
+            self._begin_run(folder, header)
         except OSError as error:
             self._discard(folder, before)
             raise UpdateLogError(f"the update log in {folder} cannot be written: {error.strerror}") from None
@@ -268,6 +299,7 @@ class UpdateLog:
         for files in self._files.values():
             files.close()
         self._files = {}
+        self._end_run()
         with contextlib.suppress(OSError):
             for path in set(folder.iterdir()) - (before or set()):
                 path.unlink()
@@ -287,3 +319,32 @@ class UpdateLog:
         for files in self._files.values():
             files.end()
         self._files = {}
+        self._end_run()
+
+    def note(self, line: Mapping[str, Any]) -> None:
+        """Write what happened to the run, or what a worker reports; before a run begins, keep it for the run."""
+        with self._lock:
+            if self._run is None:
+                self._early.append({"at": round(time.time(), 6), **line})
+                return
+            try:
+                self._run.append(line)
+                self._run.flush()
+            except OSError as error:
+                self._run.close()
+                log.error("the log of a run's events ended", path=self._run.path, reason=error.strerror)
+                self._run = None
+
+    def _begin_run(self, folder: Path, header: RunHeader) -> None:
+        with self._lock:
+            self._run = Lines(folder / f"run-{header.server_index}.jsonl")
+            self._run.append({"event": "begin", "format": FORMAT, "server_index": header.server_index})
+            while self._early:
+                self._run.append(self._early.popleft())
+            self._run.flush()
+
+    def _end_run(self) -> None:
+        with self._lock:
+            if self._run is not None:
+                self._run.close()
+            self._run = None

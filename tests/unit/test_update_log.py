@@ -456,11 +456,15 @@ def test_a_full_disk_ends_logging_only(log: UpdateLog, tmp_path: Path, caplog: p
             # To the process a file that may not grow is a full disk.
             resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 50, limits[1]))
             train(shard, range(10, 13))
+            for _ in range(100):
+                log.note({"event": "report", "worker_id": "a"})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert shard.version == 8
     log.end()
-    assert [record.message for record in caplog.records] == ["the update log of a shard ended"]
+    assert [record.message for record in caplog.records] == [
+        *("the update log of a shard ended", "the log of a run's events ended"),
+    ]
     assert replay(path).version == 4
 
 

@@ -114,7 +114,7 @@ def test_a_replica_whose_first_parameters_could_not_be_taken_sends_them_again_in
     assert run.is_ready
 
 
-class SlowLog:
+class SlowLog(Log):
     """A recorder whose disk takes nothing until it is told to."""
 
     def __init__(self) -> None:

@@ -1,5 +1,7 @@
 """Pushes that bring parameters back through a run: what is counted, logged and refused together."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ from pyps.core.gradient import Finding, Gradient, PushPlan, Reply, first_of
 from pyps.core.receipt import Outcome, Reason
 from pyps.core.recorder import Pulled
 from pyps.storage.replay import ShardLog, log_paths, replay
-from pyps.storage.update_log import UpdateLog
+from pyps.storage.update_log import UpdateLog, decode
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.errors import InvalidArgument, RunMismatch
 from shards import SHARD_SIZE, serving
@@ -72,6 +74,27 @@ def test_a_scan_asks_what_a_push_asks_and_changes_nothing():
     with pytest.raises(InvalidArgument, match="shard 0"):
         run.push(PushPlan(0, gradient(np.ones(3, np.float32))))
     assert (run.content.version_max, run.membership.roster.num_workers) == (0, 0)
+
+
+def test_a_log_tells_what_happened_to_the_run_and_what_its_workers_report(tmp_path):
+    log = UpdateLog(tmp_path)
+    run = serving(recorder=log)
+    run.push(PushPlan(0, gradient(ones())))
+    for loss in (0.5, 0.5, 0.25):
+        run.heartbeat("r", "a", 1, clock=7, scalars={"loss": loss})
+    run.finish("enough")
+    log.end()
+    [path] = tmp_path.rglob("run-0.jsonl")
+    begin, *lines = [line for text in path.open("rb") if (line := decode(text))]
+    assert (begin["event"], begin["server_index"]) == ("begin", 0)
+    assert [(line["kind"], line["worker_id"]) for line in lines if line["event"] == "run"] == [
+        *(("joined", "a"), ("counts", "a"), ("finished", "")),
+    ]
+    reports = [(line["worker_id"], line["clock"], line["scalars"]) for line in lines if line["event"] == "report"]
+    assert reports == [("a", 7, {"loss": 0.5}), ("a", 7, {"loss": 0.25})]
+    for path in tmp_path.rglob("*.jsonl"):
+        times = [decode(text)["at"] for text in path.open("rb")]
+        assert 0 <= time.time() - max(times) < 60 and times[1:] == sorted(times[1:])
 
 
 def test_a_log_of_pushes_from_shared_memory_replays_to_the_bit(tmp_path):
