@@ -14,7 +14,15 @@ from pyps_client.transport.grpc import metadata_of, open_channel
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import ROLE_OBSERVER, Sender
 from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER, PROTOCOL_VERSION, stub_of
-from pyps_wire.errors import METADATA_KEY, NotAuthenticated, ProtocolMismatch, PypsError, ServerUnavailable, from_status
+from pyps_wire.errors import (
+    METADATA_KEY,
+    InvalidArgument,
+    NotAuthenticated,
+    ProtocolMismatch,
+    PypsError,
+    ServerUnavailable,
+    from_status,
+)
 from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest, LeaveRequest
 
 TIMEOUT_SECONDS = 10.0
@@ -91,6 +99,33 @@ class Control:
 
     def __exit__(self, *error: object) -> None:
         self._channel.close()
+
+
+def configure_all(
+    addresses: Sequence[str], token: str, request: pb.ConfigureRequest, *, partial: bool = False
+) -> list[str]:
+    """Configure all servers of a run, or none; return what each says. A request that only validates changes nothing.
+
+    PypsError where a server does not answer, refuses, or, unless `partial` is set, is not named.
+    """
+    replies, refusals = call_all(addresses, token, "GetStatus", pb.GetStatusRequest())
+    statuses = [status for _, status in replies]
+    if not (partial or refusals) and (missing := not_named(statuses)):
+        total = max(status.num_servers for status in statuses)
+        refusals = [InvalidArgument(f"the run has {total} servers: {missing}")]
+    made: list[tuple[str, Any]] = []
+    if not refusals:
+        made, refusals = (call_all if request.validate_only else change_all)(addresses, token, "Configure", request)
+    if refusals:
+        only = [address for address, _ in made if not request.validate_only]
+        where = f"set on {', '.join(only)} only" if only else "nothing was set"
+        raise PypsError(f"{where}, as {'; '.join(map(str, refusals))}")
+    if request.validate_only:
+        return [f"{address} would take it; in force is {in_force(reply)}." for address, reply in made]
+    expected = request.expected_workers or "no"
+    expecting = f", {expected} workers expected" if request.HasField("expected_workers") else ""
+    lines = [f"{address}: {in_force(reply)}{expecting}{settled(reply)}." for address, reply in made]
+    return lines + [f"{address} warns: {warning}" for address, reply in made for warning in reply.warnings]
 
 
 def change_all(

@@ -10,14 +10,14 @@ import grpc
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pyps.control import Control, call_all, change_all, in_force, not_named, open_to, settled
+from pyps.control import Control, change_all, configure_all, open_to
 from pyps_client import Observer
 from pyps_client.credentials import Credentials, read_token
 from pyps_client.launch import Launch, parse_servers
 from pyps_client.places import address_of
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.contract import CONTROL_PORT, DATA_PORT
-from pyps_wire.errors import NotInitialized, ProtocolMismatch, WaitTimedOut
+from pyps_wire.errors import NotInitialized, ProtocolMismatch, PypsError, WaitTimedOut
 
 # The exit status after Ctrl-C: 128 and SIGINT's number.
 INTERRUPTED = 130
@@ -59,8 +59,12 @@ def data_addresses(servers: str, token: str) -> tuple[str, ...]:
 
 def inherited_token() -> str:
     """Return the token with the highest role of servers that inherit this environment."""
+    return read_token(inherited_token_file())
+
+
+def inherited_token_file() -> Path | None:
     file = os.environ.get(_OPERATORS) or os.environ.get(_WORKERS)
-    return read_token(Path(file) if file else None)
+    return Path(file) if file else None
 
 
 def change_each(servers: str, token_file: Path | None, method: str, request: Any) -> list[tuple[str, Any]]:
@@ -127,19 +131,11 @@ def configure(
         learning_rate=learning_rate,
         expected_workers=expected_workers,
     )
-    if not partial:
-        replies, refusals = call_all(resolved(servers), read_token(token_file), "GetStatus", pb.GetStatusRequest())
-        if refusals:
-            fail("\npyps: ".join(map(str, refusals)))
-        statuses = [status for _, status in replies]
-        if hint := not_named(statuses):
-            total = max(status.num_servers for status in statuses)
-            fail(f"nothing was set, as the run has {total} servers: {hint}, or set it on those named with --partial")
-    expecting = "" if expected_workers is None else f", {expected_workers or 'no'} workers expected"
-    for address, reply in change_each(servers, token_file, "Configure", request):
-        typer.echo(f"{address}: {in_force(reply)}{expecting}{settled(reply)}.")
-        for warning in reply.warnings:
-            typer.echo(f"{address} warns: {warning}")
+    try:
+        lines = configure_all(resolved(servers), read_token(token_file), request, partial=partial)
+    except PypsError as error:
+        fail(str(error))
+    typer.echo("\n".join(lines))
 
 
 def save(servers: Servers = "127.0.0.1:7611", token_file: OperatorTokenFile = None) -> None:
