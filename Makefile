@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml client/pyproject.toml constraints.txt CMakeLists.txt cl
 	@echo "Installing PyTorch and the rest into $(VENV): a minute or two."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^pip==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --build-constraint constraints.txt \
-		--editable 'client[torch]' --editable '.[demo,top]' --group dev
+		--editable 'client[torch]' --editable '.[demo,dashboard,top]' --group dev
 	@touch $(STAMP)
 
 demo: $(STAMP) ## Watch four workers train on real data; PROTOCOL=softsync:n=2 STALENESS=none OPTIMIZER=adam change how

@@ -21,6 +21,7 @@ COMMANDS = {
     "coordinate": ("Coordinate Sandblaster L-BFGS over running servers.", "coordinate:coordinate"),
     "demo": ("Watch workers train a small network on real images.", "demo:demo"),
     "status": ("Show what servers, workers and shards are doing.", "status:status"),
+    "dashboard": ("Show a run as a page in the browser.", "dashboard:dashboard"),
     "top": ("Watch servers and workers as they train, in a terminal.", "top:top"),
     "set": ("Change protocol, staleness policy or learning rate of a running job.", "control:configure"),
     "export": ("Write the model to a file.", "export:export"),

@@ -8,12 +8,14 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import IO
 
 # A process that left the child's group may keep its pipes open.
 DRAIN_SECONDS = 5.0
+# How long a command beside another one may take to end.
+END_SECONDS = 5.0
 
 _PR_SET_PDEATHSIG = 1  # From linux/prctl.h.
 _LIBC = ctypes.CDLL(None)
@@ -97,6 +99,33 @@ class ChildProcess:
         with self._lock:
             self.returncode = self._popen.wait()
         self._on_end(self)
+
+
+@contextlib.contextmanager
+def beside(
+    name: str,
+    command: Sequence[str],
+    *,
+    on_line: Callable[[str, str], None],
+    on_end: Callable[[ChildProcess], None],
+) -> Iterator[None]:
+    """Run a command for as long as the block; `on_end` is called if it ends before."""
+    leaving, ended = threading.Event(), threading.Event()
+
+    def note(child: ChildProcess) -> None:
+        if not leaving.is_set():
+            on_end(child)
+        ended.set()
+
+    environment = {"PYTHONUNBUFFERED": "1"} | os.environ
+    child = ChildProcess(name, command, environment=environment, on_line=on_line, on_end=note)
+    try:
+        yield
+    finally:
+        leaving.set()
+        child.signal(signal.SIGTERM)
+        if not ended.wait(END_SECONDS):
+            child.signal(signal.SIGKILL)
 
 
 def _end_with(launcher: int) -> None:

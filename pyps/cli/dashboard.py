@@ -1,0 +1,190 @@
+"""`pyps dashboard`: a run as a page in the browser."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from ssl import SSLContext
+from threading import Event
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pyps.cli.control import ObserverTokenFile, Servers
+from pyps.cli.evaluate import require_script
+from pyps.control import configure_all
+from pyps.dashboard.files import write_page
+from pyps.launcher.job import PYPS
+from pyps.launcher.process import ChildProcess, beside
+from pyps.service.security import is_loopback_host
+from pyps.watch.history import History
+from pyps.watch.watch import Watch
+from pyps_client.credentials import read_token
+from pyps_client.launch import parse_servers
+from pyps_client.places import address_of
+from pyps_wire import inspector_pb2 as pb
+from pyps_wire.contract import CONTROL_PORT
+from pyps_wire.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from pyps.dashboard.app import Dashboard
+
+# Of a script that fails.
+LINES_KEPT = 5
+
+
+def dashboard(
+    servers: Servers = "127.0.0.1:7611",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any.", min=0, max=65535)] = 7615,
+    name: Annotated[
+        list[str] | None, typer.Option(help="Another name by which browsers find the page; may be given again.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM file with the page's certificate.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file with that certificate's key.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without TLS.")] = False,
+    script: Annotated[
+        Path | None, typer.Option("--eval", help="Python file that scores the model, as for `pyps eval`.")
+    ] = None,
+    every: Annotated[float, typer.Option(help="Seconds between two scores.", min=0.0)] = 10.0,
+    save: Annotated[Path | None, typer.Option(help="File for the page with its data, written at the end.")] = None,
+    token_file: ObserverTokenFile = None,
+) -> None:
+    """Show a run as a page in the browser, until Ctrl-C.
+
+    The page shows what the servers' Inspector says, and keeps it while this command runs. Operators change protocol
+    and rate from it: with the token in PYPS_OPERATOR_TOKEN_FILE, for which the page asks; if that is not set, with the
+    one in the printed address, on this machine only.
+    """
+    places = parse_servers(servers, port=CONTROL_PORT)
+    watch = Watch(places, token_file)
+    page, words = served(
+        watch.history,
+        places,
+        token_file,
+        host=host,
+        port=port,
+        names=name or (),
+        tls=_tls(tls_cert, tls_key),
+        insecure=insecure,
+    )
+    with contextlib.ExitStack() as ends:
+        if script is not None:
+            # A child, before there are threads.
+            ends.enter_context(scores(script, servers, every, token_file, watch.history))
+        if save is not None:
+            # Now too, so that a file that cannot be written is known before the end.
+            write_page(save, watch.history.to_json())
+            ends.callback(keep, watch.history, save)
+        watch.start()
+        ends.callback(watch.close)
+        ends.enter_context(page)
+        typer.echo(words)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.default_int_handler)
+        with contextlib.suppress(KeyboardInterrupt):
+            Event().wait()
+
+
+def keep(history: History, file: Path) -> None:
+    """Write the page with all that is known of a run into a file, and say so."""
+    write_page(file, history.to_json())
+    typer.echo(f"The run as a page: {file.resolve()}")
+
+
+def served(
+    history: History,
+    servers: Sequence[str],
+    token_file: Path | None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    names: Sequence[str] = (),
+    tls: Callable[[], SSLContext] | None = None,
+    insecure: bool = False,
+) -> tuple[Dashboard, str]:
+    """Return the page of a history, and what to say of it; without servers nothing can be changed from it."""
+    try:
+        from pyps.dashboard.app import Dashboard
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        raise InvalidArgument(
+            f"the dashboard needs {package}, which is not installed: pip install '.[dashboard]' in a clone of pyps"
+        ) from None
+    is_local, operators = is_loopback_host(host), os.environ.get("PYPS_OPERATOR_TOKEN_FILE")
+    if not (is_local or tls or insecure):
+        raise InvalidArgument(
+            f"--host is {host}, which other machines can reach, and its token would cross the network in the clear: "
+            "give --tls-cert and --tls-key (`pyps certs init` makes them), or say --insecure"
+        )
+    secret, changing = secrets.token_urlsafe(16), Path(operators) if operators else token_file
+    changes = bool(servers) and (is_local or operators is not None)
+    # Who may not ask the servers may not ask the dashboard either.
+    shown = read_token(token_file) or read_token(changing) or os.environ.get("PYPS_TLS_CERT")
+    guarded = not is_local or bool(servers and shown)
+    page = Dashboard(
+        history,
+        host=host,
+        port=port,
+        names=names,
+        tls=tls,
+        readers=(lambda: {secret, read_token(token_file), read_token(changing)} - {""}) if guarded else None,
+        operators=lambda: [read_token(changing) if operators else secret],
+        change=partial(_changed, servers, changing) if changes else None,
+    )
+    words = f"The run as a page: {page.address}"
+    if guarded or (changes and not operators):
+        words += f"#token={secret}"
+    if changes and operators:
+        words += f"\nFor a change it asks for the operator's token, which is in {operators}."
+    if not (is_local or tls):
+        words += "\nIt is not encrypted: whoever reads the network learns its token."
+    return page, words
+
+
+def _changed(
+    servers: Sequence[str], token_file: Path | None, fields: Mapping[str, Any], validate_only: bool
+) -> list[str]:
+    places = [address_of(server, port=CONTROL_PORT) for server in servers]
+    return configure_all(places, read_token(token_file), pb.ConfigureRequest(**fields, validate_only=validate_only))
+
+
+@contextlib.contextmanager
+def scores(script: Path, servers: str, every: float, token_file: Path | None, history: History) -> Iterator[None]:
+    """Run `pyps eval` beside; its lines become scores, and its end an event."""
+    require_script(script)
+    last: deque[str] = deque(maxlen=LINES_KEPT)
+
+    def take(_: str, line: str) -> None:
+        # "update 512  accuracy 0.94".
+        head, *parts = line.split("  ")
+        try:
+            found = {name: float(value) for name, _, value in (part.rpartition(" ") for part in parts)}
+            history.add_row({"t": time.time(), "version": int(head.removeprefix("update ")), "score": found})
+        except ValueError:
+            last.append(line)
+
+    def end(child: ChildProcess) -> None:
+        history.add_event(time.time(), "", "score", f"pyps eval {child.how_it_ended()}: {' '.join(last)}")
+
+    command = [*PYPS, "eval", str(script), "--servers", servers, "--every", str(every)]
+    command += ["--token-file", str(token_file)] if token_file else []
+    with beside("eval", command, on_line=take, on_end=end):
+        yield
+
+
+def _tls(cert: Path | None, key: Path | None) -> Callable[[], SSLContext] | None:
+    if cert is None or key is None:
+        if cert or key:
+            raise InvalidArgument("--tls-cert and --tls-key belong together: give both")
+        return None
+    from pyps.service.tls import Tls
+
+    return Tls(cert=cert, key=key, client_ca=None).context

@@ -1,0 +1,207 @@
+"""The dashboard's web server: the page, the data, and changes by an operator."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hmac
+import ipaddress
+import json
+import socket
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from threading import Thread
+from typing import Any
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from pyps.dashboard.files import PAGE, POLICY, TYPES
+from pyps.watch.history import History
+from pyps_wire.errors import InvalidArgument, PypsError
+
+BODY_BYTES_MAX = 4096
+BODY_SECONDS = 10.0
+CLOSE_SECONDS = 5.0
+# Of a caller's address: with more wrong tokens it waits a second for each.
+WRONG_TOKENS_MAX = 10
+CALLERS_MAX = 1000
+RATE_MAX = 1e30
+HEADERS = {
+    "Content-Security-Policy": POLICY.format("script-src 'self'; style-src 'self'; connect-src 'self'")
+    + "; frame-ancestors 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Server": "pyps",
+}
+
+# The tokens that open something, as they are now.
+Tokens = Callable[[], Collection[str]]
+# Makes a change, or only looks whether it can be made; returns what to say, or raises PypsError.
+Change = Callable[[Mapping[str, Any], bool], Sequence[str]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Dashboard:
+    """Serves a history in a thread of its own; as a context manager it ends with the block."""
+
+    def __init__(
+        self,
+        history: History,
+        *,
+        host: str,
+        port: int,
+        names: Collection[str],
+        tls: Callable[[], ssl.SSLContext] | None,
+        readers: Tokens | None,
+        operators: Tokens,
+        change: Change | None,
+    ):
+        """Listen; InvalidArgument where that cannot be.
+
+        Browsers find the page by IP addresses, this machine's name, and `names`. `tls` returns the newest context of
+        connections. Everybody may read where there are no `readers`; nobody may change where there is no `change`.
+        """
+        self._history, self._readers, self._operators, self._change = history, readers, operators, change
+        own = socket.gethostname()
+        self._names = {name.lower() for name in (host, "localhost", own, own.partition(".")[0], *names)}
+        # By caller: wrong tokens, of which each second one is forgotten, and when they were counted.
+        self._wrong: dict[str | None, tuple[float, float]] = {}
+        self._one_change = asyncio.Lock()
+        listener = _listening(host, port)
+        shown = own if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
+        self.address = f"http{'s' if tls else ''}://{shown}:{listener.getsockname()[1]}/"
+        app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[self._answered])
+        app.add_routes([web.get("/data", self._data), web.post("/configure", self._configure), web.get("/", _file)])
+        app.add_routes([web.get(f"/{path.name}", _file) for path in PAGE.iterdir()])
+        app.on_response_prepare.append(_add_headers)
+        self._loop = asyncio.new_event_loop()
+        options: dict[str, Any] = {"sock": listener, "ssl_context": tls and _renewed(tls), "loop": self._loop}
+        options |= {"access_log": None, "print": None, "handle_signals": False, "shutdown_timeout": CLOSE_SECONDS / 2}
+        self._thread = Thread(target=web.run_app, args=(app,), kwargs=options, daemon=True)
+
+    def __enter__(self) -> Dashboard:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._loop.call_soon_threadsafe(_end)
+        self._thread.join(CLOSE_SECONDS)
+
+    @web.middleware
+    async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse requests that another page made; answer each refusal with a sentence."""
+        try:
+            self._require_own_page(request)
+            return await handler(request)
+        except web.HTTPException as error:
+            return web.json_response({"error": error.text}, status=error.status)
+        except PypsError as error:
+            return web.json_response({"error": str(error)}, status=409)
+
+    def _require_own_page(self, request: web.Request) -> None:
+        """Refuse what another page's script may have sent, which may know this address by a name of its own."""
+        host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
+        if not self._is_own(host):
+            raise web.HTTPForbidden(text=f"the dashboard has another name than {host[:100]!r}: name it with --name")
+        # A link to the page may be anywhere.
+        by_own = request.path == "/" or request.headers.get("Sec-Fetch-Site", "none") in ("same-origin", "none")
+        if not by_own or (origin is not None and origin.partition("//")[2] != host):
+            raise web.HTTPForbidden(text="this request is from another page than the dashboard's own")
+
+    def _is_own(self, host: str) -> bool:
+        with suppress(ValueError):
+            name = urlsplit(f"//{host}").hostname or ""
+            # An IP address means the same to everybody.
+            return name in self._names or bool(ipaddress.ip_address(name))
+        return False
+
+    def _require(self, request: web.Request, tokens: Tokens, what: str) -> None:
+        """Refuse a request that shows none of the tokens."""
+        shown, now = request.headers.get("Authorization", ""), time.monotonic()
+        count, since = self._wrong.get(request.remote, (0.0, now))
+        count = max(0.0, count - (now - since))
+        if count > WRONG_TOKENS_MAX:
+            raise web.HTTPTooManyRequests(text="too many wrong tokens: wait some seconds")
+        known = [f"Bearer {token}".encode() for token in tokens()]
+        if any(hmac.compare_digest(shown.encode(errors="surrogateescape"), each) for each in known):
+            return
+        if shown:
+            if len(self._wrong) >= CALLERS_MAX:
+                self._wrong.clear()
+            self._wrong[request.remote] = count + 1, now
+        raise web.HTTPUnauthorized(text=f"{'this token is not' if shown else 'give'} {what}")
+
+    async def _data(self, request: web.Request) -> web.Response:
+        if self._readers is not None:
+            self._require(request, self._readers, "the token that the dashboard's command printed, or an observer's")
+        after, life = request.query.get("after", "0"), request.query.get("id", "")
+        if not (after.isascii() and after.isdigit() and len(after) < 20):
+            raise web.HTTPBadRequest(text="after is no number of an entry")
+        body = await asyncio.to_thread(lambda: json.dumps(self._history.to_json(int(after), life)).encode())
+        return _compressed(body, "application/json", "no-store")
+
+    async def _configure(self, request: web.Request) -> web.Response:
+        if self._change is None:
+            raise web.HTTPForbidden(text="nothing can be changed from this page")
+        self._require(request, self._operators, "the operator's token")
+        if request.content_type != "application/json":
+            raise web.HTTPUnsupportedMediaType(text="expected a body of the type application/json")
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                fields = json.loads(await request.read())
+        except (ValueError, RecursionError, TimeoutError):
+            raise web.HTTPBadRequest(text="the body is no JSON, or did not come") from None
+        validate_only = fields.pop("validate_only", False) if isinstance(fields, dict) else None
+        if not (isinstance(validate_only, bool) and fields and all(_is_setting(*each) for each in fields.items())):
+            raise web.HTTPBadRequest(text="expected protocol, as text, or learning_rate, above 0, and nothing else")
+        async with self._one_change:
+            lines = await asyncio.to_thread(self._change, fields, validate_only)
+        return web.json_response({"lines": lines})
+
+
+def _is_setting(name: str, value: object) -> bool:
+    if name == "protocol":
+        return isinstance(value, str) and value.isascii() and value.isprintable() and value != ""
+    return name == "learning_rate" and type(value) in (int, float) and 0 < value < RATE_MAX  # type: ignore[operator]
+
+
+async def _file(request: web.Request) -> web.Response:
+    path = PAGE / (request.path.strip("/") or "index.html")
+    return _compressed(path.read_bytes(), TYPES.get(path.suffix, "text/plain"), "no-cache")
+
+
+def _compressed(body: bytes, kind: str, caching: str) -> web.Response:
+    response = web.Response(body=body, content_type=kind, charset="utf-8", headers={"Cache-Control": caching})
+    response.enable_compression()
+    return response
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(HEADERS)
+
+
+def _renewed(tls: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
+    """Return a context with which each handshake takes the newest one."""
+    context = tls()
+    context.sni_callback = lambda connection, name, former: setattr(connection, "context", tls())
+    return context
+
+
+def _end() -> None:
+    raise web.GracefulExit
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    six = ":" in host
+    family = socket.AF_INET6 if six else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, dualstack_ipv6=six and socket.has_dualstack_ipv6())
+    except OSError as error:
+        busy = error.errno == errno.EADDRINUSE
+        why = "it is in use: name another --port, or 0 for any" if busy else error.strerror
+        raise InvalidArgument(f"the dashboard cannot listen on port {port} of {host}: {why}") from None

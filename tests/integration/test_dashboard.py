@@ -1,0 +1,294 @@
+"""`pyps dashboard` before real servers: what it answers to whom, what it changes, and the page that it keeps."""
+
+import base64
+import contextlib
+import gzip
+import hashlib
+import http.client
+import json
+import re
+import ssl
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from client_support import addresses, gradients_like, make_client, small_model
+from pyps.certificates import Authority
+from pyps.cli.dashboard import served
+from pyps.dashboard.files import PAGE, page_with
+from pyps.service.tls import Tls
+from pyps.watch.watch import Watch
+from support import ServerThread, shell, status_of, wait_until
+
+JSON = {"Content-Type": "application/json"}
+
+
+class Reply(NamedTuple):
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return dict(json.loads(self.body))
+
+
+def ask(
+    address: str, path: str = "/data", body: object = None, *, tls: ssl.SSLContext | None = None, **headers: str
+) -> Reply:
+    """Ask a dashboard; with a body by POST. A name of a header has _ for -."""
+    place = urlsplit(address)
+    port = place.port or 0
+    host = "127.0.0.1"
+    connection = (
+        http.client.HTTPSConnection(host, port, timeout=60, context=tls)
+        if place.scheme == "https"
+        else http.client.HTTPConnection(host, port, timeout=60)
+    )
+    sent = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    with contextlib.closing(connection):
+        connection.request("GET" if sent is None else "POST", path, sent, (JSON if sent is not None else {}) | given)
+        answer = connection.getresponse()
+        return Reply(answer.status, dict(answer.getheaders()), answer.read())
+
+
+@contextlib.contextmanager
+def shown(
+    servers: Sequence[ServerThread], token_file: Path | None = None, **settings: Any
+) -> Iterator[tuple[str, str]]:
+    """Show servers on a page; yields its address and the token that belongs to it."""
+    places = [server.control for server in servers]
+    watch = Watch(places, token_file)
+    page, words = served(watch.history, places, token_file, **settings)
+    watch.start()
+    with contextlib.closing(watch), page:
+        address, _, token = words.removeprefix("The run as a page: ").partition("\n")[0].partition("#token=")
+        assert address == page.address
+        yield address, f"Bearer {token}"
+
+
+def push(servers: Sequence[ServerThread], **options: Any) -> None:
+    with make_client(addresses(servers), **options) as client:
+        client.push(gradients_like(small_model(), seed=0), examples=32)
+        client.report(loss=0.125)
+
+
+def test_the_data_comes_whole_and_then_only_what_is_new(start_server):
+    server = start_server("--run-id=run-7")
+    with shown([server]) as (address, _):
+        push([server])
+        whole = wait_until(lambda: (found := ask(address).json)["version"] and found["rows"] and found, what="rows")
+        assert (whole["run"], whole["whole"], whole["version"]) == ("run-7", True, 1)
+        assert whole["workers"][0]["name"] == "worker"
+        last = f"/data?after={whole['number']}&id="
+        more = ask(address, last + whole["id"]).json
+        assert not more["whole"]
+        assert all(row["n"] > whole["number"] for row in more["rows"])
+        assert ask(address, last + "of-another-life").json["whole"]
+        packed = ask(address, Accept_Encoding="gzip")
+        assert packed.headers["Content-Encoding"] == "gzip"
+        assert json.loads(gzip.decompress(packed.body))["run"] == "run-7"
+        assert packed.headers["Cache-Control"] == "no-store"
+
+
+def test_a_change_is_looked_at_first_and_made_on_all_servers_or_none(start_server):
+    servers = [start_server() for _ in range(2)]
+    push(servers)
+    change = {"protocol": "hardsync", "learning_rate": 0.5}
+    with shown(servers) as (address, token), shown(servers[:1]) as (of_one, its_token):
+        looked = ask(address, "/configure", change | {"validate_only": True}, Authorization=token)
+        assert [line.partition(" ")[0] for line in looked.json["lines"]] == [server.control for server in servers]
+        refused = ask(of_one, "/configure", change, Authorization=its_token)
+        assert (refused.status, "server 1 of 2 was not named" in refused.json["error"]) == (409, True)
+        refused = ask(address, "/configure", {"protocol": "nonsense"}, Authorization=token)
+        assert (refused.status, "nothing was set, as " in refused.json["error"]) == (409, True)
+        assert {status_of(server).protocol for server in servers} == {"async"}
+
+        made = ask(address, "/configure", change, Authorization=token)
+
+        assert made.status == 200
+        assert all("hardsync, staleness divide, learning rate 0.5" in line for line in made.json["lines"])
+        assert {status_of(server).protocol for server in servers} == {"hardsync"}
+        servers[1].stop()
+        refused = ask(address, "/configure", {"protocol": "async"}, Authorization=token)
+        assert (refused.status, "no server answers" in refused.json["error"]) == (409, True)
+        assert status_of(servers[0]).protocol == "hardsync"
+
+
+def test_no_other_page_and_nobody_without_the_token_changes_or_reads(start_server):
+    server = start_server()
+    push([server])
+    with shown([server], names=["Runs.example"]) as (address, token):
+        host = urlsplit(address).netloc
+        for path in ("/", "/data", "/configure", "/nothing", "/../app.py"):
+            for headers in (
+                {"Host": "evil.example"},
+                {"Host": ""},
+                {"Host": "[::1"},
+                {"Origin": "http://evil.example"},
+                {"Origin": "null"},
+                {"Origin": f"http://localhost:{urlsplit(address).port}"},
+            ):
+                body = {"protocol": "hardsync"} if path == "/configure" else None
+                assert ask(address, path, body, Authorization=token, **headers).status == 403, (path, headers)
+        for site in ("cross-site", "same-site"):
+            assert (
+                ask(address, "/configure", {"protocol": "hardsync"}, Authorization=token, Sec_Fetch_Site=site).status
+                == 403
+            )
+            assert ask(address, Sec_Fetch_Site=site).status == 403
+            assert ask(address, "/", Sec_Fetch_Site=site).status == 200, "a link to the page"
+        assert ask(address, Host="runs.example:80", Sec_Fetch_Site="same-origin").status == 200
+        assert ask(address, Host="[::1]:7615", Origin="http://[::1]:7615").status == 200
+        for path in ("/data?protocol=hardsync", "/configure?protocol=hardsync"):
+            assert ask(address, path, Authorization=token).status == (200 if "data" in path else 405)
+        assert ask(address, "/configure", {"protocol": "hardsync"}).status == 401
+        assert (
+            ask(address, "/configure", {"protocol": "hardsync"}, Authorization=token, Content_Type="text/plain").status
+            == 415
+        )
+        assert status_of(server).protocol == "async"
+
+        page = ask(address, "/", Origin=f"http://{host}")
+
+        policy = page.headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy
+        assert "http" not in policy
+        assert page.headers["X-Content-Type-Options"] == "nosniff"
+        for name in re.findall(r'(?:href|src)="([\w.]+)"', page.body.decode()):
+            assert ask(address, f"/{name}").status == 200, name
+
+
+def test_a_body_that_is_no_change_is_answered_in_a_sentence(start_server):
+    texts = (b"", b"{", b"[]", b"\xff", b"[" * 4000, b'"protocol"')
+    protocols = [{"protocol": value} for value in (None, 3, "", "a\nb", "\ud800", ["async"])]
+    rates = [{"learning_rate": value} for value in (0, -1, True, "0.1", float("nan"), float("inf"), 10**400)]
+    both = {"protocol": "async"}
+    others = [{}, {"validate_only": True}, both | {"staleness": "none"}, both | {"validate_only": 1}]
+    with shown([start_server()]) as (address, token):
+        for body in (*texts, *protocols, *rates, *others):
+            reply = ask(address, "/configure", body, Authorization=token)
+            assert (reply.status, reply.json.keys()) == (400, {"error"}), body
+        assert ask(address, "/configure", {"protocol": "a" * 5000}, Authorization=token).status == 413
+
+
+def test_guesses_at_the_token_are_slowed_down(start_server, monkeypatch, tmp_path):
+    worker, operator = tmp_path / "worker", tmp_path / "operator"
+    worker.write_text("workers-9c1f", encoding="utf-8")
+    operator.write_text("operators-9c1f", encoding="utf-8")
+    monkeypatch.setenv("PYPS_OPERATOR_TOKEN_FILE", str(operator))
+    server = start_server(f"--token-file={worker}", f"--operator-token-file={operator}")
+    push([server], token="workers-9c1f")
+    with shown([server], worker) as (address, printed):
+        # The printed address reads only.
+        assert ask(address).status == 401
+        assert ask(address, Authorization=printed).status == 200
+        assert ask(address, "/configure", {"learning_rate": 0.5}, Authorization=printed).status == 401
+        assert ask(address, "/configure", {"learning_rate": 0.5}, Authorization="Bearer operators-9c1f").status == 200
+        answers = [ask(address, Authorization=f"Bearer \xe9{guess}").status for guess in range(20)]
+        assert answers[:8] == [401] * 8
+        assert answers[-1] == 429
+
+
+def test_the_page_has_tls_with_the_newest_certificate(start_server, tmp_path):
+    first, second = (Authority(tmp_path / name, create=True) for name in ("first", "second"))
+    first.make_server(["127.0.0.1"], days=1)
+    second.make_server(["127.0.0.1"], days=1)
+    files = {name: tmp_path / "first" / f"server.{name}" for name in ("crt", "key")}
+    trusted = {name: ssl.create_default_context(cafile=tmp_path / name / "ca.crt") for name in ("first", "second")}
+    tls = Tls(cert=files["crt"], key=files["key"], client_ca=None)
+    with shown([start_server()], tls=tls.context) as (address, _):
+        assert address.startswith("https://")
+        assert ask(address, tls=trusted["first"]).status == 200
+        with pytest.raises((OSError, http.client.HTTPException)):
+            ask(address.replace("https", "http"))
+        for name, file in files.items():
+            (tmp_path / "second" / f"server.{name}").replace(file)
+        assert ask(address, tls=trusted["second"]).status == 200
+        with pytest.raises(ssl.SSLCertVerificationError):
+            ask(address, tls=trusted["first"])
+
+
+def test_what_cannot_be_is_refused_in_a_sentence(start_server, monkeypatch, tmp_path):
+    with shown([start_server()]) as (address, _):
+        busy = str(urlsplit(address).port)
+        for arguments, words in (
+            (("--port", busy), f"port {busy} of 127.0.0.1: it is in use: name another --port"),
+            (("--host", "0.0.0.0"), "would cross the network in the clear: give --tls-cert"),
+            (("--host", "192.0.2.1", "--insecure"), "cannot listen on port 7615 of 192.0.2.1: "),
+            (("--tls-cert", "a.crt"), "--tls-cert and --tls-key belong together"),
+            (("--servers", "a b"), "'a b' is malformed"),
+            (("--port", "0", "--eval", "none.py"), "There is no script none.py"),
+            (("--port", "0", "--save", f"{tmp_path}/none/page.html"), "page.html cannot be written: No such file"),
+        ):
+            assert words in shell("dashboard", *arguments, status=2)
+    monkeypatch.delitem(sys.modules, "pyps.dashboard.app", raising=False)
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    assert "needs aiohttp, which is not installed: pip install '.[dashboard]'" in shell("dashboard", status=2)
+
+
+def data_in(page: str) -> dict[str, Any]:
+    [text] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    return dict(json.loads(text))
+
+
+def test_a_kept_page_is_whole_and_runs_no_script_but_its_own():
+    data = {"run": "</script><script>alert(1)</script><!--", "live": False}
+
+    page = page_with(data)
+
+    assert data_in(page) == data
+    [policy] = re.findall(r'<meta http-equiv="Content-Security-Policy" content="(.*?)">', page)
+    kinds = {kind: re.findall(f"<{kind}>(.*?)</{kind}>", page, re.S) for kind in ("script", "style")}
+    for kind, texts in kinds.items():
+        digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
+        [allowed] = re.findall(f"{kind}-src (.*?);", policy)
+        assert allowed.split() == [f"'sha256-{digest}'" for digest in digests]
+    index = (PAGE / "index.html").read_text(encoding="utf-8")
+    assert len(kinds["script"]) == index.count("<script ")
+    assert len(kinds["style"]) == index.count('<link rel="stylesheet"')
+    assert not re.search(r'<(?:script|link)[^>]* (?:src|href)="(?!data:)', page)
+
+
+def test_the_command_scores_a_run_and_keeps_its_page_when_it_ends(start_server, start_python, tmp_path):
+    server, page = start_server(), tmp_path / "page.html"
+    push([server])
+    script = tmp_path / "score.py"
+    script.write_text(
+        "scores = [0.25]\ndef evaluate(parameters):\n    return {'held out': scores.pop()}\n", encoding="utf-8"
+    )
+    flags = ("--port", "0", "--eval", str(script), "--every", "0.1", "--save", str(page))
+    command = start_python("-m", "pyps", "dashboard", "--servers", server.data, *flags)
+    address = command.wait_for_output("#token=").partition("The run as a page: ")[2].partition("#")[0]
+
+    failed = wait_until(
+        lambda: [event for event in ask(address).json["events"] if event[3] == "score"], what="a failure"
+    )
+
+    assert "pop from empty list" in failed[0][4]
+    assert command.terminate() == 0, command.output()
+    kept = data_in(page.read_text(encoding="utf-8"))
+    assert not kept["live"]
+    assert [row["score"] for row in kept["rows"] if "score" in row] == [{"held out": 0.25}]
+    assert command.output().endswith(f"The run as a page: {page}\n")
+
+
+def test_a_job_says_where_its_page_is_and_goes_on_without_it(start_python):
+    code = "import numpy, pyps_client, signal; pyps_client.Client({'w': numpy.zeros(4, numpy.float32)}); signal.pause()"
+    job = start_python("-m", "pyps", "run", "--dashboard", "--", "python", "-c", code)
+    address = job.wait_for_output("#token=").partition("| The run as a page: ")[2].partition("#")[0]
+    wait_until(lambda: [worker["name"] for worker in ask(address).json["workers"]] == ["worker-0"], what="the worker")
+    [page] = [child for child in psutil.Process(job.pid).children() if "dashboard" in child.cmdline()]
+
+    page.kill()
+
+    job.wait_for_output("| dashboard was killed by SIGKILL: the job goes on without it.")
+    assert job.running
