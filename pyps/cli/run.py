@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import sys
@@ -19,7 +20,8 @@ from pyps.config import ConfigError
 from pyps.control import Control
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_job, spelled
-from pyps.launcher.process import COORDINATOR
+from pyps.launcher.job import PYPS
+from pyps.launcher.process import COORDINATOR, ChildProcess, beside
 from pyps.storage.checkpoint import Checkpoint
 from pyps.storage.checkpoint_set import convert, differing, folders_of
 from pyps.storage.folder import checkpoint_paths, newest
@@ -84,6 +86,9 @@ def run(
     ] = False,
     config: ConfigFile = None,
     stay: Stay = False,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Show the run as a page, whose address is printed; see pyps dashboard.")
+    ] = False,
     verbose: Verbose = False,
     **settings: str | bool | None,
 ) -> None:
@@ -110,7 +115,8 @@ def run(
         run_id=run_id,
         standby=standby,
     )
-    run_locally(job, settings, config, expected_workers=expected_workers or workers, stay=stay, verbose=verbose)
+    expected = expected_workers or workers
+    run_locally(job, settings, config, expected_workers=expected, stay=stay, dashboard=dashboard, verbose=verbose)
 
 
 def run_locally(
@@ -120,6 +126,7 @@ def run_locally(
     *,
     expected_workers: int,
     stay: bool,
+    dashboard: bool = False,
     verbose: bool,
 ) -> NoReturn:
     """Check everything, run the job on this machine, and exit with its status.
@@ -146,6 +153,7 @@ def run_locally(
     expectations = Expectations(expected_workers)
     names = [settings.process_name(settings.num_workers - 1, settings.num_processes - 1)]
     names += [COORDINATOR] if settings.coordinator_flags is not None else []
+    names += ["dashboard"] if dashboard else []
     output = PrefixedOutput(width=max(map(len, names)), verbose=verbose)
     job = Job(
         settings,
@@ -157,7 +165,8 @@ def run_locally(
     )
     hint = f"There was nothing to resume in {kept.folder}: a new run begins." if nothing_to_resume else ""
     with job.handle_signals(), job:
-        status = _run_until_done(job, output, stay=stay, hint=hint if kept.folder else NOT_KEPT.format("will not be"))
+        hint = hint if kept.folder else NOT_KEPT.format("will not be")
+        status = _run_until_done(job, output, stay=stay, dashboard=dashboard, hint=hint)
     if job.workers:
         for words in kept.in_words(job.ended_badly, interrupted=status > 128):
             output.announce(words)
@@ -165,7 +174,7 @@ def run_locally(
     raise typer.Exit(status or (1 if job.ended_badly else 0))
 
 
-def _run_until_done(job: Job, output: PrefixedOutput, *, stay: bool, hint: str) -> int:
+def _run_until_done(job: Job, output: PrefixedOutput, *, stay: bool, dashboard: bool, hint: str) -> int:
     """Start the job and wait for its end; return its exit status. `hint` is printed once the job has started."""
     try:
         job.start()
@@ -182,18 +191,29 @@ def _run_until_done(job: Job, output: PrefixedOutput, *, stay: bool, hint: str) 
     output.announce(f"Copy the model while it trains (pyps eval takes the same): pyps export FILE --servers {servers}")
     if hint:
         output.announce(hint)
-    while not job.done:
-        job.wait(WAIT_SECONDS)
-    stays = stay and not job.server_died and job.signal_number is None
-    if stays:
-        output.announce("The workers are done; the servers stay until Ctrl-C.")
-        while job.signal_number is None and not job.server_died:
+    with _page_of(job, output) if dashboard else contextlib.nullcontext():
+        while not job.done:
             job.wait(WAIT_SECONDS)
-        # The signal was expected.
-        return job.exit_status_of_workers()
+        stays = stay and not job.server_died and job.signal_number is None
+        if stays:
+            output.announce("The workers are done; the servers stay until Ctrl-C.")
+            while job.signal_number is None and not job.server_died:
+                job.wait(WAIT_SECONDS)
+            # The signal was expected.
+            return job.exit_status_of_workers()
     if job.signal_number is not None:
         output.announce("Interrupted: ending the workers, then the servers.")
     return job.exit_status()
+
+
+def _page_of(job: Job, output: PrefixedOutput) -> contextlib.AbstractContextManager[None]:
+    """Return `pyps dashboard` in a process of its own, with which nothing of the job ends."""
+    command = [*PYPS, "dashboard", "--port", "0", "--servers", ",".join(job.server_places)]
+
+    def ended(child: ChildProcess) -> None:
+        output.announce(f"{child.name} {child.how_it_ended()}: the job goes on without it.")
+
+    return beside("dashboard", command, on_line=output.line, on_end=ended)
 
 
 @dataclass(frozen=True)

@@ -283,6 +283,11 @@ class Job:
     def _places(self) -> Path | None:
         return None if self._lookup is None else Path(self._lookup.name) / "servers"
 
+    @property
+    def server_places(self) -> list[str]:
+        """Return where the servers are, also after a takeover."""
+        return [f"file:{self._places}"] if self._places else [server.data for server in self.addresses]
+
     def _note_addresses(self) -> None:
         if (places := self._places) is not None:
             new = places.with_suffix(".new")
@@ -346,7 +351,7 @@ class Job:
             os.environ,
             index=index,
             count=self.settings.num_workers,
-            data_addresses=[f"file:{self._places}"] if self._places else [server.data for server in self.addresses],
+            data_addresses=self.server_places,
             control_addresses=[server.control for server in self.addresses],
             run_id=self.run_id,
             key=self.keys[worker_name(index, self.settings.num_processes)],
