@@ -27,13 +27,17 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pyps.cli.control import inherited_token
+from pyps.cli.control import inherited_token, inherited_token_file
+from pyps.cli.dashboard import served
 from pyps.config import ConfigError
 from pyps.control import Control
+from pyps.dashboard.files import write_page
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_job, spelled
 from pyps.units import counted
 from pyps.watch.answer import merged, taken
+from pyps.watch.history import History
+from pyps.watch.watch import Watch
 from pyps_client.arrays import Observer
 from pyps_client.launch import Launch
 from pyps_wire import inspector_pb2 as pb
@@ -78,12 +82,18 @@ def demo(
     staleness: Annotated[str, typer.Option(help="What staleness costs a gradient, as divide or none.")] = "auto",
     optimizer: Annotated[str, typer.Option(help=f"The workers' torch optimizer: {', '.join(OPTIMIZERS)}.")] = "adagrad",
     warmup: Annotated[str, typer.Option(help="A stage before the protocol, as updates=50,protocol=serial.")] = "",
-    picture: Annotated[Path, typer.Option(help="Where to save the picture.")] = Path("pyps-demo.png"),
+    picture: Annotated[
+        Path, typer.Option(help="Where to save the picture; the page goes beside it, with the ending .html.")
+    ] = Path("pyps-demo.png"),
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Show the page while it trains, at an address that is printed.")
+    ] = False,
 ) -> None:
     """Watch workers train a small network on real images through servers on this machine.
 
     By default async with Adagrad on the servers, each gradient's step divided by its staleness. Ends with
-    the accuracy on images that no worker saw, a table of what staleness cost, and a picture.
+    the accuracy on images that no worker saw, a table of what staleness cost, a picture, and the page of
+    `pyps dashboard` on this run, in one file.
     """
     if optimizer not in OPTIMIZERS:
         raise ConfigError(
@@ -105,7 +115,7 @@ def demo(
             "`pyps sandblaster examples/sandblaster_digits.py` shows that one"
         )
     console = Console()
-    for module, requirement in NEEDED.items():
+    for module, requirement in (NEEDED | ({"aiohttp": ".[dashboard]"} if dashboard else {})).items():
         if importlib.util.find_spec(module) is None:
             remedy = f"pip install '{requirement}' in a clone of pyps."
             console.print(f"pyps: the demo needs {module}: {remedy}", markup=False)
@@ -118,7 +128,7 @@ def demo(
         config=resolved,
     )
     mode = f"{protocol}{f' after {warmup}' if warmup else ''}, staleness {behaviour.staleness.text}, {optimizer}"
-    raise typer.Exit(Demo(job, mode=mode, console=console, picture=picture).run())
+    raise typer.Exit(Demo(job, mode=mode, console=console, picture=picture, dashboard=dashboard).run())
 
 
 class Point(NamedTuple):
@@ -133,8 +143,9 @@ class Point(NamedTuple):
 class Demo:
     """One demonstration, from the start of its servers to the picture; `mode` describes it in a few words."""
 
-    def __init__(self, settings: JobSettings, *, mode: str, console: Console, picture: Path) -> None:
+    def __init__(self, settings: JobSettings, *, mode: str, console: Console, picture: Path, dashboard: bool) -> None:
         self._mode = mode
+        self._dashboard = dashboard
         self._console = console
         self._picture = picture
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
@@ -144,6 +155,8 @@ class Demo:
         self._images = Images()
         self._controls: list[Control] = []
         self._observer: Observer | None = None
+        # What the page shows, from the servers' start on.
+        self._history = History()
         # When the servers first had parameters.
         self._began_at: float | None = None
         self._points: list[Point] = []
@@ -168,8 +181,21 @@ class Demo:
                 f"Look inside: pyps status --servers {','.join(one.control for one in self._job.addresses)}\n"
                 "The workers load torch and the images."
             )
+            self._keep_history(connections)
             self._watch(connections)
             return self._conclude()
+
+    def _keep_history(self, connections: contextlib.ExitStack) -> None:
+        """Keep what the servers say from now on, and show it as a page if that is wanted."""
+        places, token_file = [server.control for server in self._job.addresses], inherited_token_file()
+        watch = Watch(places, token_file)
+        self._history = watch.history
+        watch.start()
+        connections.callback(watch.close)
+        if self._dashboard:
+            page, words = served(self._history, places, token_file)
+            connections.enter_context(page)
+            self._say(words)
 
     def _watch(self, connections: contextlib.ExitStack) -> None:
         started, printed, finished = time.monotonic(), 0, 0
@@ -201,6 +227,7 @@ class Demo:
             loss, accuracy = self._images.score(self._observer.snapshot())
             self._points.append(Point(time.monotonic() - self._began_at, answers.updates, loss, accuracy))
             self._newest = answers
+            self._history.add_row({"t": time.time(), "version": answers.updates, "score": {"accuracy": accuracy}})
             self._show(answers)
         return sum(known[0].state == "finished" for known in answers.workers.values())
 
@@ -242,7 +269,9 @@ class Demo:
             staleness.update({bucket.staleness: bucket.count for bucket in histogram.buckets})
         title = f"{self._mode}: {made}, accuracy {last.accuracy:.3f}"
         draw(self._picture, self._points, staleness, num_shards=self._newest.num_shards, title=title)
-        self._say(f"Picture: {self._picture.resolve()}")
+        page = self._picture.with_suffix(".html")
+        write_page(page, self._history.to_json())
+        self._say(f"Picture: {self._picture.resolve()}\nThe run as a page: {page.resolve()}")
         verdict = f"Held-out accuracy {last.accuracy:.3f} after {last.updates} updates in {last.seconds:.1f} s"
         if last.accuracy < WANTED_ACCURACY:
             return self._fail(f"{verdict}, below the {WANTED_ACCURACY} that this training should reach.")

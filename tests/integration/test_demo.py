@@ -20,6 +20,9 @@ def test_the_demo_trains_and_draws(start_python, tmp_path):
     assert re.search(r"worker-0 .* \d+%", output), "the table of what staleness cost"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert f"Picture: {picture}" in output
+    page = picture.with_suffix(".html")
+    assert f"The run as a page: {page}\n" in output
+    assert '"score": {"accuracy": 0.9' in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.extended
