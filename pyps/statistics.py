@@ -14,6 +14,7 @@ from typing import NamedTuple
 from pyps.core.gradient import PayloadKind
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.update import Update
+from pyps_wire import inspector_pb2 as pb
 
 # Upper bounds of the apply-time histogram's buckets, in seconds.
 APPLY_SECONDS_BOUNDS = (
@@ -111,6 +112,20 @@ class Tally:
 
     def copy(self) -> Tally:
         return replace(self, histogram=dict(self.histogram), reasons=dict(self.reasons))
+
+
+def tally_of(tally: Tally) -> pb.Tally:
+    return pb.Tally(**{field.name: getattr(tally, field.name) for field in pb.Tally.DESCRIPTOR.fields})
+
+
+def histogram_of(tally: Tally) -> pb.StalenessHistogram:
+    return pb.StalenessHistogram(
+        buckets=[
+            pb.StalenessHistogram.Bucket(staleness=staleness, count=count)
+            for staleness, count in sorted(tally.histogram.items())
+        ],
+        tally=tally_of(tally),
+    )
 
 
 _SUMS = tuple(item.name for item in fields(Tally) if item.name not in ("reasons", "histogram", "staleness_max"))
@@ -274,6 +289,12 @@ class Statistics:
                 self._count_parts(shard, update)
             self._last_update = now
 
+    def scaled(self, shard_id: int, rate_scales: Iterable[tuple[str, float]]) -> None:
+        """Count the share of the step size that staleness left of an update's gradients, by worker."""
+        with self._lock:
+            for worker_id, rate_scale in rate_scales:
+                self._count_scale(self._shard(shard_id), worker_id, rate_scale)
+
     def blocked(
         self, worker_id: str, seconds: float, *, since: float, now: float, waited_for: tuple[str, ...] = ()
     ) -> None:
@@ -388,10 +409,12 @@ class Statistics:
             gradient = part.contribution.gradient
             if gradient.kind == PayloadKind.NOTHING:
                 continue
-            rate_scale = update.rate_scale(part)
-            for tally in (self._worker(gradient.worker_id).tally, shard):
-                tally.rate_scale_count += 1
-                tally.rate_scale_sum += rate_scale
+            self._count_scale(shard, gradient.worker_id, update.rate_scale(part))
+
+    def _count_scale(self, shard: Tally, worker_id: str, rate_scale: float) -> None:
+        for tally in (self._worker(worker_id).tally, shard):
+            tally.rate_scale_count += 1
+            tally.rate_scale_sum += rate_scale
 
     def _shard(self, shard_id: int) -> Tally:
         tally = self._shards.get(shard_id)

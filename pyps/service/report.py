@@ -18,7 +18,7 @@ from pyps.core.warmup import Staged
 from pyps.run.run import SOFTWARE, Run
 from pyps.service.convert import settings_to
 from pyps.service.transport import Host, Transport
-from pyps.statistics import Activity, Tally
+from pyps.statistics import Activity, tally_of
 from pyps.storage.folder import CheckpointFolder
 from pyps.storage.plain import checksum_of
 from pyps_wire import inspector_pb2 as pb
@@ -208,20 +208,6 @@ def activity_of(activity: Activity, *, now: float) -> pb.Activity:
         staleness=activity.staleness,
         updates=activity.updates,
         waited_for=activity.waited_for,
-    )
-
-
-def tally_of(tally: Tally) -> pb.Tally:
-    return pb.Tally(**{field.name: getattr(tally, field.name) for field in pb.Tally.DESCRIPTOR.fields})
-
-
-def histogram_of(tally: Tally) -> pb.StalenessHistogram:
-    return pb.StalenessHistogram(
-        buckets=[
-            pb.StalenessHistogram.Bucket(staleness=staleness, count=count)
-            for staleness, count in sorted(tally.histogram.items())
-        ],
-        tally=tally_of(tally),
     )
 
 

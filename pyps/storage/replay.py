@@ -22,6 +22,9 @@ from pyps.run_header import RunHeader
 from pyps.storage.plain import checksum_of, contribution_from_plain, push_from_plain, quick_checksum_of
 from pyps.storage.update_log import FORMAT, LoggedUpdate, UpdateLogError, decode
 
+# Of a log's lines, at a time.
+READ_BYTES = 2**16
+
 
 class NotKept(NamedTuple):
     """The later gradients were not kept."""
@@ -44,7 +47,7 @@ class ShardLog:
         """Read the beginning. Raises UpdateLogError when there is none, or another kind of file."""
         self.path = path
         self._payload_path = path.with_suffix(".payloads")
-        begin = next(self._lines(), None)
+        begin = next(lines_in(path), None)
         if begin is None or begin["event"] != "begin":
             raise UpdateLogError(f"{path} ends before the shard's beginning")
         if begin["format"] != FORMAT:
@@ -98,7 +101,7 @@ class ShardLog:
     def events(self) -> Iterator[LoggedEvent]:
         """Yield the events in order. Ends early at a gradient not kept, or half a line of a killed server."""
         roster = Roster()
-        lines = self._lines()
+        lines = lines_in(self.path)
         next(lines)
         with (self._payload_path if self.replayable else Path(os.devnull)).open("rb") as payloads:
             for line in lines:
@@ -130,22 +133,6 @@ class ShardLog:
                     case other:
                         raise UpdateLogError(f"{self.path} has an event {other!r} that this software does not know")
 
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        try:
-            file = self.path.open("rb")
-        except OSError as error:
-            raise UpdateLogError(f"{self.path} cannot be read: {error.strerror}") from None
-        with file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    return
-                plain = decode(line)
-                if plain is None:
-                    raise UpdateLogError(
-                        f"{self.path} is damaged, or no update log: line {number} is not what was written"
-                    )
-                yield plain
-
     def _payload(self, file: BinaryIO, place: Mapping[str, Any]) -> bytes:
         file.seek(place["offset"])
         payload = file.read(place["bytes"])
@@ -155,6 +142,30 @@ class ShardLog:
                 "written"
             )
         return payload
+
+
+def lines_in(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a log, except the last where it is not whole. Raises UpdateLogError."""
+    number = place = 0
+    while True:
+        try:
+            # Not held open: a run may have more shards than a process may have files.
+            with path.open("rb") as file:
+                file.seek(place)
+                lines = file.readlines(READ_BYTES)
+        except OSError as error:
+            raise UpdateLogError(f"{path} cannot be read: {error.strerror}") from None
+        for line in lines:
+            number += 1
+            if not line.endswith(b"\n"):
+                return
+            plain = decode(line)
+            if plain is None:
+                raise UpdateLogError(f"{path} is damaged, or no update log: line {number} is not what was written")
+            yield plain
+        if not lines:
+            return
+        place += sum(map(len, lines))
 
 
 def log_paths(folder: Path) -> list[Path]:

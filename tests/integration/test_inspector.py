@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
+from pyps.watch.replay import replayed
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import parameter_server_pb2 as wire
@@ -191,8 +192,8 @@ def events(server: AnyServer, **wanted: int) -> pb.ListEventsReply:
     return inspect(server.control, "ListEvents", pb.ListEventsRequest(**wanted))
 
 
-def test_a_wait_is_reported_with_the_workers_waited_for_and_its_time(start_server):
-    server = start_server("--protocol", "hardsync", "--expected-workers", "2")
+def test_a_wait_is_reported_with_the_workers_waited_for_and_its_time(start_server, tmp_path):
+    server = start_server("--protocol", "hardsync", "--expected-workers", "2", "--update-log", str(tmp_path))
     with WireWorker(server.data, "a") as a, WireWorker(server.data, "b") as b:
         for worker in (a, b):
             worker.join()
@@ -235,6 +236,10 @@ def test_a_wait_is_reported_with_the_workers_waited_for_and_its_time(start_serve
     ]
     waits = [(wait.worker_id, list(wait.waited_for)) for wait in found if not wait.outcome]
     assert waits == [("a", ["b"]), ("a", ["b"]), ("a", [])]
+    # Nor does what a log has of them differ.
+    kept = replayed(tmp_path).to_json()
+    assert sorted((step[1], step[7]) for step in kept["steps"]) == [(step[0], step[3]) for step in steps]
+    assert [(wait[1], wait[4]) for wait in kept["waits"]] == waits
     assert (after["a"].counts, after["b"].counts) == (True, False)
     assert status_of(server).roster == ["a"]
 

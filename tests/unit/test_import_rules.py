@@ -164,7 +164,7 @@ RULES: dict[str, Callable[[Import], bool]] = {
     "watch knows a run by what its servers say, and by its log": lambda i: (
         i.is_by("pyps.watch")
         and i.is_of("pyps")
-        and not i.is_of("pyps.watch", "pyps.control", "pyps.units", "pyps.core", "pyps.storage")
+        and not i.is_of("pyps.watch", "pyps.control", "pyps.units", "pyps.core", "pyps.storage", "pyps.statistics")
     ),
     "nothing but cli imports cli or the server": lambda i: (
         i.is_of("pyps.cli", "pyps.service.server") and not i.is_by("pyps.cli", "pyps.service.server", "pyps.__main__")

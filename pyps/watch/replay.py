@@ -1,0 +1,177 @@
+"""The history of a run from its update log, whose lines are counted again as the run's servers counted them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from itertools import starmap
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from pyps.core.receipt import Outcome
+from pyps.statistics import ACTIVITIES_MAX, PARTLY_OVER_SECONDS, Statistics, histogram_of, tally_of
+from pyps.storage.plain import push_from_plain
+from pyps.storage.replay import ShardLog, lines_in, log_paths
+from pyps.storage.update_log import UpdateLogError
+from pyps.watch.answer import Answer
+from pyps.watch.history import History
+from pyps.watch.recent import WINDOW_SECONDS
+from pyps_wire import common_pb2 as common
+from pyps_wire import inspector_pb2 as pb
+
+# A row for each second at first, later for a part of the time so far.
+ROWS = 1024
+LINES_A_LOOK = 1000
+# What a log does not say.
+UNKNOWN = ("bytes_in", "bytes_out", "queue", "memory")
+STATES = {"joined": "alive", "back": "alive", "left": "finished", "expired": "expired"}
+# A line with its time, and its shard's number or its server's name.
+Timed = tuple[float, int | str, dict[str, Any]]
+
+
+def replayed(folder: Path) -> History:
+    """Return the history of the one run whose logs are in a folder and its folders. Raises UpdateLogError."""
+    logs = [ShardLog(path) for path in log_paths(folder)]
+    if not logs:
+        raise UpdateLogError(f"there is no update log in {folder}: start a server with --update-log to make one")
+    if len(runs := sorted({log.run.run_id for log in logs})) > 1:
+        raise UpdateLogError(f"{folder} has logs of several runs ({', '.join(runs)}): name the folder of one")
+    sources: dict[Path, int | str] = dict.fromkeys(sorted(folder.rglob("run-*.jsonl")), "")
+    sources.update({log.path: log.shard_id for log in logs})
+    replay = _Replay(folder.resolve().name, min(log.shard_id for log in logs))
+    for each in heapq.merge(*starmap(_timed, sources.items()), key=itemgetter(0)):
+        replay.follow(*each)
+    return replay.end(whole=replay.num_ended == len(logs))
+
+
+def _timed(path: Path, source: int | str) -> Iterator[Timed]:
+    for line in lines_in(path):
+        if "at" not in line:
+            raise UpdateLogError(f"{path} does not say when things happened: an earlier version has written it")
+        source = f"server {line['server_index']}" if "server_index" in line else source
+        yield line["at"], source, line
+
+
+class _Replay:
+    """A run as far as its log was read."""
+
+    def __init__(self, address: str, first_shard: int):
+        self._address, self._first_shard = address, first_shard
+        self._now = self._began = self._pushed_at = self._row_at = 0.0
+        self._history = History([address], live=False, clock=lambda: self._now)
+        self._statistics = Statistics()
+        self._status = pb.Status(state=common.RUN_STATE_READY)
+        self._versions: dict[int, int] = {}
+        self._workers: dict[str, pb.WorkerInfo] = {}
+        # By worker when it was last heard of, and the server whose waits are taken: all servers log the same ones.
+        self._heard: dict[str, float] = {}
+        self._waits_of: dict[str, int | str] = {}
+        self._num_lines = self._num_steps = self.num_ended = 0
+
+    def follow(self, at: float, source: int | str, line: Mapping[str, Any]) -> None:
+        # Clocks of several servers differ, and are set.
+        now = self._now = max(self._now, at)
+        self._began = self._began or now
+        name = line.get("worker_id", "")
+        worker = self._workers.setdefault(name, pb.WorkerInfo(worker_id=name)) if name else pb.WorkerInfo()
+        worker.clock, self._heard[name] = max(worker.clock, line.get("clock", 0)), now
+        if isinstance(source, int):
+            self._follow_shard(source, line, worker)
+        elif line["event"] == "run":
+            self._history.add_event(at, source, line["kind"], line["message"], name)
+            worker.state = STATES.get(line["kind"], worker.state)
+        elif line["event"] == "report":
+            worker.scalars.update(line["scalars"])
+        elif line["event"] == "wait" and self._waits_of.setdefault(name, source) == source:
+            seconds, others = line["seconds"], tuple(line["waited_for"])
+            self._statistics.blocked(name, seconds, since=now - seconds, now=now, waited_for=others)
+        self._num_lines += 1
+        if self._num_lines % LINES_A_LOOK == 0:
+            self._take_steps(now)
+        if now - self._row_at >= max(1.0, (now - self._began) / ROWS):
+            self._row_at = now
+            self._take_steps(now)
+            self._history.take(self._address, self._answer())
+            self._history.tick()
+            for unknown in UNKNOWN:
+                self._history.rows[-1].pop(unknown, None)
+
+    def _follow_shard(self, shard_id: int, line: Mapping[str, Any], worker: pb.WorkerInfo) -> None:
+        now, status, statistics = self._now, self._status, self._statistics
+        for name, text in (line.get("behaviour") or {}).items():
+            if name in ("protocol", "staleness", "schedule", "warmup"):
+                setattr(status, name, text)
+        match line["event"]:
+            case "begin":
+                status.run_id, status.epoch = line["run"]["run_id"], line["run"]["epoch"]
+                status.optimizer.rule, self._versions[shard_id] = line["run"]["optimizer"]["rule"], line["version"]
+                status.examples = line["examples"] if shard_id == self._first_shard else status.examples
+            case "roster" if len(line["workers"]) >= len(status.roster):
+                # Those who leave at the end had a part in it.
+                status.roster[:] = line["workers"]
+            case "push":
+                self._pushed_at, worker.state, receipt = now, "alive", push_from_plain(line, b"")[1]
+                if shard_id == self._first_shard and receipt.outcome is not Outcome.REJECTED:
+                    status.examples += line.get("example_count", 0)
+                life = line["incarnation"]
+                statistics.pushed(worker.worker_id, shard_id, receipt, payload_bytes=0, now=now, incarnation=life)
+            case "pull":
+                statistics.pulled(worker.worker_id, 0, now=now)
+            case "end":
+                self.num_ended += 1
+        if update := line.get("update"):
+            self._versions[shard_id] = line["version_after"] if "sequence" in line else line["version"]
+            status.ClearField("learning_rates")
+            status.learning_rates.add(current=update["rate"])
+            statistics.scaled(shard_id, [(part["worker_id"], part["rate_scale"]) for part in update["parts"]])
+
+    def end(self, *, whole: bool) -> History:
+        """Return the history, with what held the run back when the last push came."""
+        history, ended = self._history, self._now
+        self._take_steps(ended + 2 * PARTLY_OVER_SECONDS)
+        self._now = self._pushed_at or ended
+        history.take(self._address, self._answer(at_work=True))
+        sentence, slow = history.verdict
+        finished = any(event[3] == "finished" for event in history.events)
+        history.facts = {
+            "state": "finished" if finished else "ended" if whole else "broken off",
+            "sentence": f"in the log's last minute: {sentence}",
+            "slow": slow,
+            "began": round(self._began, 3),
+        }
+        self._now = ended
+        # Rates are those of the whole run.
+        nothing = [pb.WorkerInfo(worker_id=name) for name in self._workers]
+        history.take(self._address, Answer(self._address, pb.Status(), nothing))
+        history.take(self._address, self._answer())
+        return history
+
+    def _take_steps(self, now: float) -> None:
+        for each in self._statistics.activities(self._num_steps, ACTIVITIES_MAX, now=now)[0]:
+            self._num_steps, receipt = each.number, each.receipt
+            if receipt is None:
+                self._history.add_wait(each.worker_id, each.began, each.ended, each.waited_for)
+                continue
+            self._history.add_step(
+                *(each.worker_id, each.began, each.ended),
+                staleness=each.staleness,
+                outcome=receipt.outcome.name.lower(),
+                reason=receipt.reason.name.lower() if receipt.reason else "",
+                updates=each.updates,
+            )
+
+    def _answer(self, *, at_work: bool = False) -> Answer:
+        """Return what a server would answer now; `at_work`: when all heard of in the last minute lived."""
+        now, total, status = self._now, self._statistics.total(), deepcopy(self._status)
+        workers = [*map(deepcopy, self._workers.values())]
+        for worker in workers:
+            worker.tally.CopyFrom(tally_of(self._statistics.worker(worker.worker_id)))
+            worker.silent_seconds = max(0.0, now - self._heard[worker.worker_id])
+            if at_work and worker.silent_seconds < WINDOW_SECONDS:
+                worker.state = "alive"
+        status.tally.CopyFrom(tally_of(total))
+        status.uptime_seconds, status.workers_alive = now - self._began, sum(each.state == "alive" for each in workers)
+        status.version_max = max(self._versions.values(), default=0)
+        return Answer(self._address, status, workers, staleness=histogram_of(total))

@@ -1,0 +1,111 @@
+"""A run's history from its update log: the same picture as the live one's, and one clear word where there is none."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pyps.core.gradient import PushPlan
+from pyps.storage.update_log import UpdateLog, UpdateLogError, decode, encode
+from pyps.watch.replay import replayed
+from shards import SHARD_SIZE, gradient, pull, serving
+
+WAIT = {"event": "wait", "worker_id": "a", "seconds": 0.25, "waited_for": ["b"]}
+
+
+def logged(folder: Path) -> list[Path]:
+    """Log a run of two workers: "a" pushes four times, each time of the newest version, "b" once, of the first."""
+    log = UpdateLog(folder / "server-0")
+    run = serving("a", "b", recorder=log, staleness="divide")
+    for sequence in range(1, 5):
+        for shard_id, shard in run.content.shards.items():
+            pull(shard, "a")
+            version = shard.version
+            sent = gradient(
+                np.ones(SHARD_SIZE), sequence=sequence, base_version=version, clock=sequence, example_count=8
+            )
+            run.push(PushPlan(shard_id, sent))
+        run.heartbeat("r", "a", 1, clock=sequence, scalars={"loss": 1 / sequence, "accuracy": 0.5})
+        log.note(WAIT)
+    for shard_id in run.content.shards:
+        run.push(PushPlan(shard_id, gradient(np.ones(SHARD_SIZE), worker_id="b")))
+    run.leave("r", "b", 1, failed=False, message="")
+    log.end()
+    return sorted(folder.rglob("*.jsonl"))
+
+
+def spread(paths: list[Path]) -> None:
+    """Let half a second pass before each line."""
+    lines = [(path, line) for path in paths for text in path.open("rb") if (line := decode(text))]
+    times = {
+        line["at"]: 1000 + number / 2 for number, (_, line) in enumerate(sorted(lines, key=lambda each: each[1]["at"]))
+    }
+    for path in paths:
+        path.write_bytes(b"".join(encode({**line, "at": times[line["at"]]}) for of, line in lines if of == path))
+
+
+def test_a_log_gives_the_history_that_the_run_had(tmp_path):
+    paths = logged(tmp_path)
+    # A second server's log has the same waits and events.
+    (run,) = tmp_path.rglob("run-0.jsonl")
+    spread(paths)
+    lines = [line for text in run.open("rb") if (line := decode(text))]
+    second = [{**line, "server_index": 1} if line["event"] == "begin" else line for line in lines]
+    run.with_stem("run-1").write_bytes(b"".join(map(encode, second)))
+    shown = json.loads(json.dumps(replayed(tmp_path).to_json(), allow_nan=False))
+
+    steps = [
+        ("a", began, ended, 0) for began, ended in ((1002.5, 1005.5), (1007, 1008.5), (1010, 1011.5), (1013, 1014.5))
+    ]
+    assert [tuple(step[1:5]) for step in shown["steps"]] == [*steps, ("b", 1017, 1018, 4)]
+    # Right after a push came the report, then the end of a wait.
+    assert [wait[1:] for wait in shown["waits"]] == [["a", step[2] + 0.75, step[2] + 1, ["b"]] for step in steps]
+    assert (shown["live"], shown["state"], shown["run"], shown["protocol"], shown["staleness_policy"]) == (
+        *(False, "ended", "r", "async", "divide"),
+    )
+    assert (shown["version"], shown["examples"], shown["rule"], shown["rate"], shown["slow"]) == (5, 32, "sgd", 1.0, "")
+    assert shown["sentence"].startswith("in the log's last minute: ")
+    a, b = shown["workers"]
+    assert (a["state"], a["loss"], a["steps"], a["applied"], a["step_lost"]) == ("alive", 0.25, 4, 8, 0)
+    assert (b["state"], b["staleness_max"], b["step_lost"], b["pace"]) == ("finished", 4, 0.75, 0)
+    assert shown["staleness"]["buckets"] == [[0, 8], [4, 2]]
+    assert a["pace"] == pytest.approx(4 / (shown["now"] - shown["began"]))
+    last = shown["rows"][-1]
+    assert (last["version"], last["seen"], last["alive"], last["loss"]) == (5, 32, 1, {"a": 0.25})
+    assert [event[2:4] for event in shown["events"] if event[5] == "b" and event[3] == "left"] == [
+        *(["server 0", "left"], ["server 1", "left"]),
+    ]
+
+
+def test_a_log_that_ends_early_gives_the_part_that_is_whole(tmp_path):
+    spread(logged(tmp_path))
+    for path in tmp_path.rglob("shard-*.jsonl"):
+        lines = path.read_bytes().splitlines(keepends=True)
+        # The end is missing, and half of the push before.
+        path.write_bytes(b"".join(lines[:-2]) + lines[-2][:40])
+    shown = replayed(tmp_path).to_json()
+    assert (shown["state"], shown["version"], len(shown["steps"])) == ("broken off", 4, 4)
+
+
+def test_what_is_no_log_of_one_run_is_refused_in_words(tmp_path):
+    with pytest.raises(UpdateLogError, match=r"there is no update log in .*--update-log"):
+        replayed(tmp_path)
+    _, shard, _ = logged(tmp_path)
+    whole = shard.read_bytes()
+    lines = [line for text in whole.splitlines(keepends=True) if (line := decode(text))]
+    timeless = b"".join(encode({name: each for name, each in line.items() if name != "at"}) for line in lines)
+    for content, words in (
+        (b"", "ends before the shard's beginning"),
+        (b"some other text\n", "is no"),
+        (timeless, "does not say when"),
+    ):
+        shard.write_bytes(content)
+        with pytest.raises(UpdateLogError, match=words):
+            replayed(tmp_path)
+    shard.write_bytes(whole)
+    begin, *rest = lines
+    other = {**begin, "run": {**begin["run"], "run_id": "another"}}
+    shard.with_stem("shard-000007").write_bytes(b"".join(map(encode, [other, *rest])))
+    with pytest.raises(UpdateLogError, match=r"logs of several runs \(another, r\)"):
+        replayed(tmp_path)
