@@ -235,10 +235,13 @@ class History:
             for name, value in info.scalars.items():
                 if name != "loss":
                     scores.setdefault(name, []).append(value)
-        row: dict[str, Any] = {
+        rates: dict[str, Any] = {
             "steps": sum(self._rate((name, "steps")) for name in workers),
             **{name: self._rate(name) for name in ("updates", "examples")},
             **{name: self._sum(name) for name in ("bytes_in", "bytes_out")},
+        }
+        row = {
+            **(rates if any(server.rates for server in self.servers.values()) else {}),
             "version": max(answer.status.version_max for answer in answers),
             "seen": max(answer.status.examples for answer in answers),
             "alive": max(answer.status.workers_alive for answer in answers),

@@ -1,6 +1,15 @@
 """What is known of a run from real servers: what holds it up, what staleness costs; what asking costs them."""
 
+import contextlib
+import fcntl
+import os
+import pty
 import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
 import threading
 from itertools import pairwise
 
@@ -12,7 +21,7 @@ from pyps.control import Control
 from pyps.watch.history import History
 from pyps.watch.watch import Asked, Watch
 from pyps_client.launch import parse_servers
-from support import replace_file, shell, status_of, wait_until
+from support import child_environment, replace_file, shell, status_of, wait_until
 from wire_worker import WireWorker
 
 
@@ -97,6 +106,30 @@ def test_a_server_that_died_is_found_again_at_another_address(start_server, tmp_
         has("worker joined: worker w-7")
         wait_until(lambda: history.steps and history.rows, what="its step and a row")
     watch.close()
+
+
+@pytest.mark.parametrize("ends_by", ["q", "SIGINT"])
+def test_the_charts_of_a_run_are_drawn_in_a_terminal_until_it_is_told_to_end(start_server, ends_by):
+    terminal, end = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 32, 130, 0, 0))
+    command = [sys.executable, "-m", "pyps", "top", "--servers", start_server().control]
+    shown = subprocess.Popen(
+        command, stdin=end, stdout=end, stderr=end, env=child_environment({"TERM": "xterm-256color"})
+    )
+    os.close(end)
+    seen = b""
+    while b"no run yet: a worker starts it." not in seen:
+        seen += os.read(terminal, 1 << 16)
+    if ends_by == "q":
+        os.write(terminal, b"q")
+    else:
+        shown.send_signal(signal.SIGINT)
+    with contextlib.suppress(OSError):
+        # Until the program has closed its end.
+        while True:
+            seen += os.read(terminal, 1 << 16)
+    assert shown.wait(30) == 0 and b"Traceback" not in seen
+    os.close(terminal)
 
 
 def test_asking_a_server_costs_it_less_than_a_hundredth_of_a_core(start_server_process):
