@@ -112,7 +112,7 @@ function styleOfWorker(name) {
 
 // --- what is drawn once it is in sight: one piece of work a frame, so that the timeline keeps its pace ---
 
-const parts = [];
+const parts = [], waiting = [];
 const sight = new IntersectionObserver((entries) => {
   for (const { target, isIntersecting } of entries) parts.find((part) => part.box === target).shown = isIntersecting;
   render();
@@ -122,18 +122,18 @@ function addPart(box, draw) {
   sight.observe(box);
 }
 
-let waiting = null;
 function render() {
   if (!held.doc) return;
-  const asked = waiting !== null;
-  waiting = [() => renderHead(held.doc), ...parts.filter((part) => part.shown).map((part) => () => part.draw(held.doc))];
-  if (!asked) work();
+  const idle = !waiting.length;
+  waiting.push(...parts.filter((part) => part.shown && !waiting.includes(part)));
+  if (idle && waiting.length) later(work);
 }
 function work() {
-  const next = waiting.shift();
-  if (next) next(); else waiting = null;
-  if (next) document.hidden ? setTimeout(work) : requestAnimationFrame(work);
+  const part = waiting.shift();
+  if (waiting.length) later(work);
+  part.draw(held.doc);
 }
+function later(act) { document.hidden ? setTimeout(act) : requestAnimationFrame(act); }
 
 // --- charts ---
 
@@ -536,8 +536,8 @@ function renderWhatIf(doc) {
   const reason = !doc.live ? "This run is looked at again: nothing can be changed." : held.token ? "" : "Read-only: a change needs the operator’s token.";
   say($("reason").firstElementChild, reason);
   $("give-token").hidden = !doc.live;
+  $("changes").disabled = !!reason;
   for (const form of document.querySelectorAll("form[data-field]")) {
-    for (const control of form.elements) control.disabled = !!reason;
     form.value.placeholder = form.dataset.field === "protocol" ? doc.protocol : doc.rate ?? "";
   }
 }
@@ -636,6 +636,7 @@ function remembered(theme) {
 function start() {
   const dark = matchMedia("(prefers-color-scheme: dark)"), system = () => dark.matches ? "dark" : "light";
   const on = (id, kind, act) => $(id).addEventListener(kind, act);
+  parts.push({ draw: renderHead, shown: true });
   makeCharts();
   const draws = { events: renderEvents, histogram: renderHistogram, costs: renderCosts, servers: renderServers, workers: renderWorkers, reason: renderWhatIf };
   for (const [id, draw] of Object.entries({ "tl-key": renderKey, ...draws })) addPart($(id), draw);

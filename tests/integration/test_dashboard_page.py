@@ -1,0 +1,286 @@
+"""The dashboard's page in a browser, before real servers: what each chart draws, and who can read it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pyps.cli.dashboard import served
+from pyps.dashboard.files import write_page
+from pyps.watch.history import History
+from pyps.watch.watch import Watch
+from pyps_wire.common_pb2 import Receipt
+from support import ServerThread, wait_until
+from wire_worker import WireWorker
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on the PATH")
+playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: make install")
+
+NAMES = ["worker-0", "worker-1", "worker-2", "worker-3"]
+SLOW, KILLED = "worker-3", "worker-2"
+WAIT_MILLISECONDS = 60_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with playwright.sync_playwright() as engine:
+        # As root, in a container, Chromium has no sandbox.
+        found = engine.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@contextlib.contextmanager
+def opened(browser: Browser, address: str, *, faults: int = 0, **options: Any) -> Iterator[Page]:
+    """Open a page; at the end its console is empty, but for so many failed requests."""
+    said: list[str] = []
+    context = browser.new_context(**options)
+    context.set_default_timeout(WAIT_MILLISECONDS)
+    page = context.new_page()
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(f"{error}"))
+    page.goto(address)
+    yield page
+    context.close()
+    assert len([line for line in said if "Failed to load resource" in line]) <= faults, said
+    assert [line for line in said if "Failed to load resource" not in line] == []
+
+
+class Training(WireWorker):
+    """A worker whose steps take a time; it reports a loss with each, until it is to end or dies without a word."""
+
+    def __init__(self, server: ServerThread, name: str, ended: threading.Event):
+        super().__init__(server.data, name)
+        self.seconds, self.ended, self.killed = 0.6 if name == SLOW else 0.15, ended, False
+
+    def push_step(self, values: float, base_versions: Any = 0, **fields: Any) -> list[Receipt]:
+        if self.ended.wait(self.seconds) or self.killed:
+            raise Ended
+        self.heartbeat(clock=fields["clock"], scalars={"loss": 1 / (1 + fields["clock"])})  # type: ignore[arg-type]
+        return super().push_step(values, base_versions, **fields)
+
+
+class Ended(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def training(server: ServerThread) -> Iterator[dict[str, Training]]:
+    """Yield four workers that train, one slowly."""
+    ended = threading.Event()
+
+    def train(worker: Training) -> None:
+        with contextlib.suppress(Ended):
+            worker.train(1_000_000, value=0.01)
+
+    with contextlib.ExitStack() as stack:
+        workers = {name: stack.enter_context(Training(server, name, ended)) for name in NAMES}
+        for worker in workers.values():
+            worker.join()
+        threads = [threading.Thread(target=train, args=(worker,)) for worker in workers.values()]
+        for thread in threads:
+            thread.start()
+        try:
+            yield workers
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join(WAIT_MILLISECONDS / 1000)
+
+
+def lines_of(page: Page, chart: str) -> dict[str, list[float]]:
+    """Return what a chart draws, without its gaps: values by line."""
+    drawn = page.evaluate(f"pyps.charts['{chart}'].lines()")
+    assert not isinstance(drawn, str), f"{chart}: {drawn}"
+    assert drawn["x"] == sorted(drawn["x"])
+    return {line["name"]: [value for value in line["values"] if value is not None] for line in drawn["lines"]}
+
+
+def assert_everybody_can_read(page: Page) -> None:
+    page.evaluate((files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8"))
+    found = page.evaluate("axe.run()")
+    assert len(found["passes"]) > 15
+    grave = [each for each in found["violations"] if each["impact"] in ("serious", "critical")]
+    assert [(each["id"], [node["target"] for node in each["nodes"]]) for each in grave] == []
+
+
+def until(page: Page, condition: str) -> None:
+    """Wait for a condition of the page; a failure shows what the page knew."""
+    try:
+        # Playwright's own way of waiting is script that the page's policy forbids.
+        wait_until(lambda: page.evaluate(condition), what=condition)
+    except AssertionError as error:
+        known = "({...pyps.held.doc, workers: [], rows: pyps.held.rows.slice(-2), drawn: pyps.timeline.drawn})"
+        raise AssertionError(f"{error}: {page.evaluate(known)}") from None
+
+
+def test_a_run_is_seen_as_it_is(browser, start_server, tmp_path):
+    flags = ("--expected-workers=4", "--heartbeat-seconds=0.3", "--lease-seconds=3", "--run-id=run-1")
+    server, other = start_server("--protocol=hardsync", "--staleness=divide", *flags), start_server()
+    watch = Watch([server.control, other.control])
+    dashboard, words = served(watch.history, [server.control], None)
+    watch.start()
+    with (
+        contextlib.closing(watch),
+        training(server) as workers,
+        dashboard,
+        opened(browser, words.rpartition(" ")[2], faults=1, viewport={"width": 1440, "height": 3600}) as page,
+    ):
+        # One slow worker under a barrier: the sentence, its mark, and hatching for those who wait for it.
+        until(page, f"pyps.held.doc?.slow === '{SLOW}' && pyps.timeline.drawn?.waits > 5 && pyps.held.rows.length > 4")
+        assert "token" not in page.url
+        assert SLOW in page.inner_text("#sentence")
+        assert page.inner_text("#sentence .slow").endswith(SLOW)
+        assert page.inner_text("#run") == "run-1"
+        lanes = page.evaluate("Object.fromEntries(pyps.timeline.lanes)")
+        assert sorted(lanes) == NAMES
+        assert {step["staleness"] for lane in lanes.values() for step in lane["steps"]} == {0}
+        assert all(SLOW in wait["others"] for wait in lanes[NAMES[0]]["waits"][-3:])
+        assert page.evaluate("pyps.timeline.updates.length") > 3
+        losses = lines_of(page, "loss")
+        assert sorted(losses) == NAMES
+        assert all(0 < values[-1] < values[0] for values in losses.values())
+        assert max(lines_of(page, "waited")["waited"]) > 0.3
+
+        # Another protocol, by the page: asked for, looked at, confirmed.
+        page.fill("form[data-field=protocol] input", "nonsense")
+        page.click("form[data-field=protocol] button")
+        page.get_by_text("Not possible").wait_for()
+        page.fill("form[data-field=protocol] input", "async")
+        page.click("form[data-field=protocol] button")
+        page.locator("#confirm-lines li").first.wait_for()
+        assert page.evaluate("pyps.held.doc.protocol") == "hardsync"
+        page.click("#confirm-yes")
+        page.get_by_text("Changed.").wait_for()
+        until(
+            page,
+            "pyps.held.doc.protocol === 'async' && pyps.held.events.some((event) => event[3] === 'configured')",
+        )
+        until(page, f"pyps.timeline.lane('{SLOW}').steps.at(-1).staleness > 3 && pyps.timeline.drawn.updates > 20")
+        until(page, "document.querySelectorAll('#histogram rect').length > 4")
+        assert "law" in page.inner_text("#law")
+        until(page, f"document.querySelector('#losers li').textContent.startsWith('{SLOW}')")
+        assert page.locator("#policies li.now").count() == 1
+        for chart in ("pace", "bytes", "stale", "cpu"):
+            assert all(max(values) > 0 for values in lines_of(page, chart).values()), chart
+        assert set(lines_of(page, "queue")) == {"waiting"}
+
+        # A death, and a server that no longer answers: both are said, and greyed where they are.
+        workers[KILLED].killed = True
+        until(page, f"pyps.held.doc.workers.find((one) => one.name === '{KILLED}').state === 'expired'")
+        other.stop()
+        page.locator(".server.lost").wait_for()
+        until(page, "['expired', 'lost'].every((kind) => pyps.held.events.some((event) => event[3] === kind))")
+        assert KILLED in page.inner_text("#events")
+        row = page.locator("#workers tbody tr.dead")
+        assert KILLED in row.inner_text()
+
+        # By keyboard: pause, back in time, another order of the table, one worker everywhere.
+        page.focus("#tl")
+        page.keyboard.press(" ")
+        page.keyboard.press("Home")
+        assert page.evaluate("pyps.timeline.end") < time.time() - 2
+        page.keyboard.press("l")
+        assert page.evaluate("pyps.timeline.following")
+        page.focus("#workers th:nth-child(3) button")
+        page.keyboard.press("Enter")
+        steps = page.evaluate(
+            "[...document.querySelectorAll('#workers td:nth-child(3)')].map((cell) => parseInt(cell.textContent))"
+        )
+        assert steps == sorted(steps, reverse=True)
+        page.focus("#workers tbody tr button")
+        page.keyboard.press("Enter")
+        until(page, "document.querySelector('tr.chosen') && pyps.timeline.chosen")
+
+        assert_everybody_can_read(page)
+        page.click("#theme")
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+        page.set_viewport_size({"width": 390, "height": 844})
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        assert_everybody_can_read(page)
+
+    saved = tmp_path / "run.html"
+    write_page(saved, watch.history.to_json())
+    with opened(browser, saved.as_uri()) as page:
+        until(page, "pyps.timeline.drawn?.steps > 0 && pyps.charts.loss.plot")
+        assert sorted(lines_of(page, "loss")) == NAMES
+        assert page.locator("form[data-field] input:enabled").count() == 0
+
+
+def test_it_says_when_the_dashboard_is_gone_and_goes_on_when_it_is_back(browser):
+    history = History()
+    history.add_row({"t": time.time(), "steps": 1.0})
+    dashboard, _ = served(history, [], None)
+    with opened(browser, "about:blank", faults=100) as page:
+        with dashboard:
+            page.goto(dashboard.address)
+            until(page, "pyps.held.doc")
+            port = int(re.search(r":(\d+)/", dashboard.address)[1])
+        page.get_by_text("The dashboard has not answered since").wait_for()
+        with served(history, [], None, port=port)[0]:
+            page.locator("#broken").wait_for(state="hidden")
+
+
+def test_names_of_workers_are_text_and_256_of_them_keep_the_page_quick(browser, tmp_path, record_property):
+    history, now, names = (
+        History(live=True),
+        time.time(),
+        [f"<img src=x onerror=alert({index})>" for index in range(256)],
+    )
+    for index, name in enumerate(names):
+        for at in range(-40, 120):
+            history.add_step(name, now + at / 2, now + (at + 1) / 2, staleness=index)
+    for at in range(60):
+        history.add_row({"t": now - 60 + at, "steps": 512.0, "loss": dict.fromkeys(names, 1 / (at + 1))})
+    history.facts = {"slow": names[7], "workers": [{**WORKER, "name": name} for name in names]}
+    dashboard, _ = served(history, [], None)
+    with dashboard, opened(browser, dashboard.address, viewport={"width": 1440, "height": 1000}) as page:
+        until(page, "pyps.timeline.drawn?.steps > 100 && pyps.charts.loss.plot")
+        drawn = page.evaluate("pyps.charts.loss.lines()")
+        assert [line["name"] for line in drawn["lines"]] == ["median", names[7]]
+        assert len(drawn["band"]) == 2
+        page.wait_for_timeout(3000)
+        frames = page.evaluate("pyps.timeline.painted.length")
+        record_property("frames_a_second", frames)
+        print(f"{frames} frames a second with 256 workers")
+        assert frames > 5
+        page.locator("#workers-title").scroll_into_view_if_needed()
+        page.locator("#workers tbody tr").nth(255).wait_for()
+        assert page.locator("img").count() == 0
+
+
+WORKER: dict[str, Any] = {
+    "state": "alive",
+    "steps": 40,
+    "pace": 2.0,
+    "loss": 0.5,
+    "staleness_mean": 1.0,
+    "staleness_max": 3,
+    "step_lost": 0.5,
+    "waited": 0.0,
+    "slower": 1.0,
+    "waits_for": [],
+    "silent_seconds": 0.1,
+    "transport": "tcp",
+    "codecs": "",
+    "host": "",
+    "device": "",
+    "message": "",
+    "applied": 40,
+    "rejected": 0,
+    "dropped": 0,
+    "bytes_in": 1e6,
+    "bytes_out": 1e6,
+}
