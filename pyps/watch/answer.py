@@ -39,8 +39,8 @@ class Answer:
 
     @property
     def state(self) -> str:
-        """The run's state in lower case; "" for one of a newer server."""
-        known = self.status.state in common.RunState.values()
+        """The run's state in lower case; "" for none, and for one of a newer server."""
+        known = self.status.state in common.RunState.values()[1:]
         return common.RunState.Name(self.status.state).removeprefix("RUN_STATE_").lower() if known else ""
 
     def to_json(self) -> dict[str, Any]:

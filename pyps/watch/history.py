@@ -6,7 +6,7 @@ import math
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import RLock
@@ -29,6 +29,8 @@ EVENTS_MAX = 2000
 LOSSES_MAX = 64
 # What a thinner row takes from its newest; of other numbers it has the mean.
 LATEST = ("version", "seen", "alive", "score")
+# Kinds of memory, and their fields in an answer.
+MEMORY = {name: name for name in ("parameters", "slots", "shared")} | {"waiting": "pending", "in flight": "in_flight"}
 Key = str | tuple[str, str]
 
 
@@ -103,48 +105,24 @@ class History:
         ended = now - each.age_seconds
         source, last = self._sources.get(each.worker_id, (address, -math.inf))
         # Several servers list the same steps, a moment apart.
-        if source != address and (self._goes_before(source, address) or ended - each.seconds / 2 < last):
+        order = list(self.servers)
+        goes_before = order.index(source) < order.index(address) and not self.servers[source].error
+        if source != address and (goes_before or ended - each.seconds / 2 < last):
             return
         self._sources[each.worker_id] = (address, ended)
-        if each.sequence:
-            self.add_step(
-                each.worker_id,
-                ended - each.seconds,
-                ended,
-                staleness=each.staleness,
-                outcome=_name(common.Outcome, each.outcome),
-                reason=_name(common.Reason, each.reason) if each.reason else "",
-                updates=each.updates,
-            )
-        else:
-            self.add_wait(each.worker_id, ended - each.seconds, ended, each.waited_for)
+        if not each.sequence:
+            self.add_wait(each.worker_id, ended - each.seconds, ended, waited_for=tuple(each.waited_for))
+            return
+        facts = {"outcome": _name(common.Outcome, each.outcome), "staleness": each.staleness, "updates": each.updates}
+        reason = _name(common.Reason, each.reason) if each.reason else ""
+        self.add_step(each.worker_id, ended - each.seconds, ended, reason=reason, **facts)
 
-    def _goes_before(self, address: str, other: str) -> bool:
-        order = list(self.servers)
-        return order.index(address) < order.index(other) and not self.servers[address].error
+    def add_step(self, worker: str, began: float, ended: float, **facts: Any) -> None:
+        """Add a step with the further facts of a `Step`; times are of day."""
+        self._add(self.steps, Step, worker, began, ended, facts)
 
-    def add_step(
-        self,
-        worker: str,
-        began: float,
-        ended: float,
-        *,
-        staleness: int = 0,
-        outcome: str = "applied",
-        reason: str = "",
-        updates: int = 1,
-    ) -> None:
-        """Add a step; times are of day."""
-        with self._lock:
-            if math.isfinite(began + ended):
-                step = Step(self._next(), worker, round(began, 3), round(ended, 3), staleness, outcome, reason, updates)
-                self._append(self.steps, step, STEPS_MAX)
-
-    def add_wait(self, worker: str, began: float, ended: float, waited_for: Iterable[str]) -> None:
-        with self._lock:
-            if math.isfinite(began + ended):
-                wait = Wait(self._next(), worker, round(began, 3), round(ended, 3), tuple(waited_for))
-                self._append(self.waits, wait, STEPS_MAX)
+    def add_wait(self, worker: str, began: float, ended: float, waited_for: Sequence[str]) -> None:
+        self._add(self.waits, Wait, worker, began, ended, {"waited_for": waited_for})
 
     def add_event(self, at: float, address: str, kind: str, message: str, worker: str = "") -> None:
         with self._lock:
@@ -204,6 +182,11 @@ class History:
         self._number += 1
         return self._number
 
+    def _add(self, kept: deque[Any], kind: Any, worker: str, began: float, ended: float, facts: Any) -> None:
+        with self._lock:
+            if math.isfinite(began + ended):
+                self._append(kept, kind(self._next(), worker, round(began, 3), round(ended, 3), **facts), STEPS_MAX)
+
     def _append(self, kept: deque[Any], entry: Any, most: int) -> None:
         kept.append(entry)
         if len(kept) > most:
@@ -220,23 +203,23 @@ class History:
             return self._judged
 
     def _rate(self, key: Key) -> float:
-        """Return what the servers counted a second; all of them see the same steps."""
+        """Return what the servers counted a second, each the same."""
         return max((server.rates.get(key, 0.0) for server in self.servers.values()), default=0.0)
+
+    def _pace(self, worker: str) -> float:
+        """Return the steps a second of a worker, from who gets its pushes: others hear of them by heartbeats."""
+        pushed = max(self.servers.values(), key=lambda server: server.rates.get((worker, "bytes_in"), 0.0))
+        return pushed.rates.get((worker, "steps"), 0.0)
 
     def _sum(self, key: Key) -> float:
         return sum(server.rates.get(key, 0.0) for server in self.servers.values())
 
     def _row(self, answers: Sequence[Answer]) -> dict[str, Any]:
         workers = workers_of(answers)
-        alive = {name: known[0] for name, known in sorted(workers.items()) if known[0].state == "alive"}
-        losses = {name: info.scalars["loss"] for name, info in alive.items() if "loss" in info.scalars}
-        scores: dict[str, list[float]] = {}
-        for info in alive.values():
-            for name, value in info.scalars.items():
-                if name != "loss":
-                    scores.setdefault(name, []).append(value)
+        alive = [known[0] for _, known in sorted(workers.items()) if known[0].state == "alive"]
+        losses = [(info.worker_id, info.scalars["loss"]) for info in alive if "loss" in info.scalars]
         rates: dict[str, Any] = {
-            "steps": sum(self._rate((name, "steps")) for name in workers),
+            "steps": sum(map(self._pace, workers)),
             **{name: self._rate(name) for name in ("updates", "examples")},
             **{name: self._sum(name) for name in ("bytes_in", "bytes_out")},
         }
@@ -247,8 +230,7 @@ class History:
             "alive": max(answer.status.workers_alive for answer in answers),
             "waited": self._judge()[0].share_waited(),
             "queue": sum(answer.status.pending_gradients for answer in answers),
-            "loss": dict(list(losses.items())[:LOSSES_MAX]),
-            "score": {name: sum(values) / len(values) for name, values in scores.items()},
+            "loss": dict(losses[:LOSSES_MAX]),
             "cpu": {each.address: each.rates["cpu"] for each in self.servers.values() if "cpu" in each.rates},
             "memory": {answer.address: answer.memory.resident_bytes for answer in answers},
         }
@@ -257,8 +239,9 @@ class History:
         return {name: value for name, value in row.items() if value != {}}
 
     def _head(self) -> dict[str, Any]:
-        now, answers, (recent, judged) = self._clock(), self.answers, self._judge()
-        status = answers[0].status if answers else pb.Status()
+        now, (recent, judged) = self._clock(), self._judge()
+        answers = self.answers or [Answer("", pb.Status())]
+        status = answers[0].status
         rates = [rate.current for rate in status.learning_rates]
         statuses = [answer.status for answer in answers]
         warnings = [warning for each in statuses for warning in each.warnings]
@@ -267,16 +250,16 @@ class History:
         return {
             "now": round(now, 3),
             "run": status.run_id,
-            "state": answers[0].state if answers else "",
+            "state": answers[0].state,
             "protocol": status.protocol,
             "staleness_policy": status.staleness,
             "rule": status.optimizer.rule,
             "rate": rates[0] if rates else None,
             "schedule": "" if status.schedule == "constant" else status.schedule,
             "warmup": status.warmup if status.warming_up else "",
-            "version": max((each.version_max for each in statuses), default=0),
-            "examples": max((each.examples for each in statuses), default=0),
-            "alive": max((each.workers_alive for each in statuses), default=0),
+            "version": max(each.version_max for each in statuses),
+            "examples": max(each.examples for each in statuses),
+            "alive": max(each.workers_alive for each in statuses),
             "began": min((each.began for each in self.servers.values() if each.answer), default=None),
             "sentence": judged.sentence,
             "slow": judged.worker,
@@ -288,25 +271,18 @@ class History:
 
     def _server(self, server: Server, now: float) -> dict[str, Any]:
         answer = server.answer or Answer(server.address, pb.Status())
-        status, memory = answer.status, answer.memory
-        kinds = {
-            "parameters": memory.parameters_bytes,
-            "slots": memory.slots_bytes,
-            "waiting": memory.pending_bytes,
-            "in flight": memory.in_flight_bytes,
-            "shared": memory.shared_bytes,
-        }
+        memory = answer.memory
+        kinds = {name: getattr(memory, f"{field}_bytes") for name, field in MEMORY.items()}
         return {
             "address": server.address,
             "error": server.error,
-            "silent_seconds": now - server.silent_since if server.error else 0,
             "state": answer.state,
-            "version": status.version_max,
+            "silent_seconds": now - server.silent_since if server.error else 0,
+            "version": answer.status.version_max,
+            "queue": answer.status.pending_gradients,
             "cpu": server.rates.get("cpu"),
-            "queue": status.pending_gradients,
             "memory": {**kinds, "other": max(0, memory.resident_bytes - sum(kinds.values()))},
-            "checkpoint": status.checkpoint,
-            "standby": status.standby,
+            **_fields(answer.status, "checkpoint", "standby"),
         }
 
     def _worker(self, name: str, known: Sequence[pb.WorkerInfo], recent: Recent) -> dict[str, Any]:
@@ -314,40 +290,32 @@ class History:
         figures = recent.workers.get(name, Figures())
         return {
             "name": name,
-            "state": latest.state,
+            **_fields(latest, "state", "host", "device", "message", "silent_seconds"),
             "steps": latest.clock,
-            "pace": self._rate((name, "steps")),
+            "pace": self._pace(name),
             "loss": latest.scalars.get("loss"),
-            "staleness_mean": tally.staleness_mean,
-            "staleness_max": tally.staleness_max,
-            "step_lost": tally.step_lost,
+            **_fields(tally, "staleness_mean", "staleness_max", "step_lost"),
             "waited": figures.share_waited,
             "slower": figures.slower,
             "waits_for": waits_for(known),
-            "silent_seconds": latest.silent_seconds,
             "transport": ", ".join(sorted({each.transport for each in known} - {""})),
             "codecs": of.codecs_of(latest),
-            "host": latest.host,
-            "device": latest.device,
-            "message": latest.message,
-            "applied": tally.pushes_applied + tally.pushes_pending,
+            "applied": of.taken(tally),
             "rejected": tally.pushes_rejected,
             "dropped": tally.pushes_dropped,
-            "bytes_in": self._sum((name, "bytes_in")),
-            "bytes_out": self._sum((name, "bytes_out")),
+            **{key: self._sum((name, key)) for key in ("bytes_in", "bytes_out")},
         }
+
+
+def _fields(message: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in names}
 
 
 def _counts(answer: Answer) -> dict[Key, float]:
     status, tally = answer.status, answer.status.tally
-    counts: dict[Key, float] = {
-        "updates": status.version_max,
-        "examples": status.examples,
-        "bytes_in": tally.bytes_in,
-        "bytes_out": tally.bytes_out,
-        "taken": of.taken(tally),
-        "staleness": tally.staleness_mean * of.taken(tally),
-    }
+    counts: dict[Key, float] = {"updates": status.version_max, "examples": status.examples}
+    counts |= {"bytes_in": tally.bytes_in, "bytes_out": tally.bytes_out}
+    counts |= {"taken": of.taken(tally), "staleness": tally.staleness_mean * of.taken(tally)}
     if status.cpu_seconds:
         # A server of an earlier version does not say.
         counts["cpu"] = status.cpu_seconds
@@ -359,23 +327,16 @@ def _counts(answer: Answer) -> dict[Key, float]:
 
 
 def _staleness(answers: Sequence[Answer]) -> dict[str, Any]:
-    if not answers:
-        return {"buckets": [], "mean": None, "max": 0, "law": None, "law_words": "", "policies": []}
     buckets: Counter[int] = Counter()
     for answer in answers:
         for bucket in answer.staleness.buckets:
             buckets[bucket.staleness] += bucket.count
     tally, expected = merged([answer.status.tally for answer in answers]), Expected(answers[0].status)
-    return {
-        "buckets": sorted(map(list, buckets.items())),
-        "mean": tally.staleness_mean,
-        "max": tally.staleness_max,
-        "law": expected.law,
-        "law_words": expected.law_words,
-        "policies": [
-            {"name": name, "lost": lost, "in_force": in_force} for name, lost, in_force in expected.policies(buckets)
-        ],
-    }
+    policies = [
+        {"name": name, "lost": lost, "in_force": in_force} for name, lost, in_force in expected.policies(buckets)
+    ]
+    found = {"buckets": sorted(map(list, buckets.items())), "policies": policies, "mean": tally.staleness_mean}
+    return {**found, "max": tally.staleness_max, "law": expected.law, "law_words": expected.law_words}
 
 
 def _thinned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

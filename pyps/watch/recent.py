@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from statistics import median
@@ -45,7 +45,7 @@ class Figures:
     """What a worker did in the window."""
 
     steps: list[Step] = field(default_factory=list)
-    # The median of its steps' seconds, and how many times as long as the others' that is; None where not known.
+    # The median of its steps' seconds, and how many times the others' medians' that is; None where not known.
     seconds: float | None = None
     slower: float | None = None
     # Seconds since it first did anything in the window, since it last did, and for how many it waited.
@@ -106,27 +106,14 @@ class Recent:
             self.waited_for[name] += max(0.0, seconds)
 
     def _compare(self) -> None:
-        medians = {
-            name: median(step.ended - step.began for step in figures.steps)
-            for name, figures in self.workers.items()
-            if figures.steps
-        }
-        counts = {name: len(self.workers[name].steps) for name in medians}
-        ordered = sorted(medians, key=medians.__getitem__)
+        for figures in self.workers.values():
+            if figures.steps:
+                figures.seconds = median(step.ended - step.began for step in figures.steps)
+        medians = {name: each.seconds for name, each in self.workers.items() if each.seconds is not None}
         for name, seconds in medians.items():
-            others = _middle([other for other in ordered if other != name], medians, counts)
-            self.workers[name].seconds = seconds
-            self.workers[name].slower = seconds / others if others else None
-
-
-def _middle(ordered: Sequence[str], medians: Mapping[str, float], counts: Mapping[str, int]) -> float:
-    """Return the median of these workers' steps, each taken for its worker's median; 0 for none."""
-    half, seen = sum(counts[name] for name in ordered) / 2, 0
-    for name in ordered:
-        seen += counts[name]
-        if seen >= half:
-            return medians[name]
-    return 0.0
+            others = [each for other, each in medians.items() if other != name]
+            of_others = median(others) if others else 0.0
+            self.workers[name].slower = seconds / of_others if of_others else None
 
 
 def _since(start: float, newest_first: Iterable[Step | Wait]) -> Iterable[Any]:

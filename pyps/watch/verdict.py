@@ -130,7 +130,7 @@ def _waits(
     if name in workers and for_it >= 0.5:
         info, figures = workers[name][0], recent.workers[name]
         if info.state != "alive":
-            yield Verdict(f"the others waited for {name}, which is gone ({info.state}): {of_others} lately", name)
+            yield Verdict(f"others waited for {name}, which is gone ({info.state}): {of_others} lately", name)
         elif _is_slow(figures):
             lead = "all"
             if isinstance(expected.protocol, Ssp) and expected.protocol.s:

@@ -16,7 +16,9 @@ def answer(address: str, *, uptime: float, version: int, clock: int = 0, taken: 
     """A server's, with one worker."""
     tally = pb.Tally(pushes_applied=taken, staleness_mean=mean)
     status = pb.Status(state=3, uptime_seconds=uptime, version_max=version, tally=tally)
-    worker = pb.WorkerInfo(worker_id="w", state="alive", clock=clock, scalars={"loss": 1.0, "accuracy": 0.5})
+    worker = pb.WorkerInfo(worker_id="w", state="alive", clock=clock, scalars={"loss": 1.0})
+    # Of its pushes the other server gets none, and hears of its steps by heartbeats.
+    worker.tally.bytes_in = clock if address == "a" else 0
     return Answer(address, status, [worker])
 
 
@@ -42,10 +44,11 @@ def test_rates_go_by_the_servers_own_clock_and_a_new_life_of_it_begins_anew(cloc
         history.take(address, answer(address, uptime=10, version=100, clock=50, taken=10, mean=1.0))
     assert row_of(history, "steps", "updates", "staleness") == [None, None, None]
     for address in ("a", "b"):
-        history.take(address, answer(address, uptime=12, version=140, clock=60, taken=20, mean=2.0))
+        clock_there = 60 if address == "a" else 90
+        history.take(address, answer(address, uptime=12, version=140, clock=clock_there, taken=20, mean=2.0))
     # Both servers took a part of every gradient.
     assert row_of(history, "steps", "updates", "staleness", "seen") == [5, 20, 3.0, 0]
-    assert row_of(history, "loss", "score") == [{"w": 1.0}, {"accuracy": 0.5}]
+    assert row_of(history, "loss") == [{"w": 1.0}]
 
     history.take("b", "gone")
     history.take("a", answer("a", uptime=1, version=130, clock=5))
