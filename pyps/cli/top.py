@@ -88,9 +88,9 @@ class View:
         facts += [rate, f"version {doc['version']:,}", f"{doc['alive']} alive"]
         head = harmless("  ".join(filter(None, [doc["run"] or "no run yet", *facts])))
         sentence = Text(f"{doc['sentence']}.", "bold yellow")
-        for line in (head, sentence):
-            line.truncate(width, overflow="ellipsis")
-        room = max(9, height - 2)
+        head.truncate(width, overflow="ellipsis")
+        sentence.truncate(2 * width - 20, overflow="ellipsis")
+        room = max(9, height - 2 - (len(sentence) > width))
         below = min(len(doc["workers"]) + 1, room // 3)
         stream = (room - below) // 3
         # The slow worker's, and those of the first others.

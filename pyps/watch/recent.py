@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 from statistics import median
 from typing import Any, NamedTuple
 
 from pyps.watch.answer import Answer, waits_for, workers_of
 
 WINDOW_SECONDS = 60.0
+STEPS_MAX = 5000
 # A server lists a step this late at most, after later ones of other workers.
 LATE_SECONDS = 10.0
 
@@ -65,7 +66,9 @@ class Recent:
         """`steps` and `waits` come newest first."""
         self.workers: defaultdict[str, Figures] = defaultdict(Figures)
         self.waited_for: defaultdict[str, float] = defaultdict(float)
-        start = now - WINDOW_SECONDS
+        newest = list(islice(_since(now - WINDOW_SECONDS, steps), STEPS_MAX))
+        # Of many workers a few seconds tell enough.
+        start = newest[-1].ended if len(newest) == STEPS_MAX else now - WINDOW_SECONDS
         began: dict[str, float] = {}
         last: dict[str, float] = {}
 
@@ -75,7 +78,7 @@ class Recent:
             last[name] = max(last.get(name, start), each.ended)
             return self.workers[name]
 
-        for step in _since(start, steps):
+        for step in newest:
             see(step).steps.append(step)
         for wait in _since(start, waits):
             self._add_wait(see(wait), wait.ended - max(start, wait.began), wait.waited_for)

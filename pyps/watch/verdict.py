@@ -155,11 +155,10 @@ def _costs(recent: Recent, expected: Expected, protocol: str, slowest: str) -> I
         yield Verdict(f"{count / len(steps):.0%} of the gradients are refused under {protocol}{whose}", about)
     if (policy := expected.policy) is None or len(recent.workers) < 2:
         return
-    ages = {name: Counter(step.staleness for step in figures.steps) for name, figures in recent.workers.items()}
-    lost = expected.lost(policy, sum(ages.values(), Counter[int]()))
+    lost = expected.lost(policy, Counter(step.staleness for step in steps))
     if lost < LOST_LEAST:
         return
-    of_it = expected.lost(policy, ages[slowest])
+    of_it = expected.lost(policy, Counter(step.staleness for step in recent.workers[slowest].steps))
     words = f"nobody waits; staleness takes {lost:.0%} of the steps under {policy.text}"
     if _is_slow(recent.workers[slowest]) and of_it > lost:
         yield Verdict(f"{words}, {slowest}'s {of_it:.0%}: it is {_slower(recent, slowest)}", slowest)
