@@ -76,12 +76,13 @@ class _Replay:
         self._began = self._began or now
         name = line.get("worker_id", "")
         worker = self._workers.setdefault(name, pb.WorkerInfo(worker_id=name)) if name else pb.WorkerInfo()
-        worker.clock, self._heard[name] = max(worker.clock, line.get("clock", 0)), now
+        if line["event"] == "run":
+            self._history.add_event(at, f"{source}", line["kind"], line["message"], name)
+            worker.state = STATES.get(line["kind"], worker.state)
+        else:
+            worker.clock, self._heard[name] = max(worker.clock, line.get("clock", 0)), now
         if isinstance(source, int):
             self._follow_shard(source, line, worker)
-        elif line["event"] == "run":
-            self._history.add_event(at, source, line["kind"], line["message"], name)
-            worker.state = STATES.get(line["kind"], worker.state)
         elif line["event"] == "report":
             worker.scalars.update(line["scalars"])
         elif line["event"] == "wait" and self._waits_of.setdefault(name, source) == source:
@@ -168,7 +169,7 @@ class _Replay:
         workers = [*map(deepcopy, self._workers.values())]
         for worker in workers:
             worker.tally.CopyFrom(tally_of(self._statistics.worker(worker.worker_id)))
-            worker.silent_seconds = max(0.0, now - self._heard[worker.worker_id])
+            worker.silent_seconds = max(0.0, now - self._heard.get(worker.worker_id, self._began))
             if at_work and worker.silent_seconds < WINDOW_SECONDS:
                 worker.state = "alive"
         status.tally.CopyFrom(tally_of(total))
