@@ -16,6 +16,7 @@ from pyps_wire import inspector_pb2 as pb
 
 # Below these nothing is said: a wait that is no more than jitter, a speed that is about the same.
 WAITED_LEAST, SLOWER_LEAST, LOST_LEAST, REFUSED_LEAST = 0.05, 1.2, 0.2, 0.1
+NOBODY_MOST = 0.005
 # A server's event loop is one thread; kernels take further ones.
 BUSY_LEAST, BUSY_MOST = 0.9, 1.15
 # Two heartbeats of a default server.
@@ -93,14 +94,14 @@ def _cases(
     for address, cores in busy.items():
         if BUSY_LEAST <= cores <= BUSY_MOST:
             yield Verdict(f"server {address} is always busy ({cores:.2f} cores): workers may wait for its answers")
-    found = _costs(recent, expected, protocol, slowest)
+    share = recent.share_waited()
+    nobody = "nobody waits" if share < NOBODY_MOST else f"workers wait {share:.0%} of their time"
+    found = _costs(recent, expected, protocol, slowest, nobody)
     yield from (Verdict(few + each.sentence, each.worker) for each in found)
-    nobody = "nobody waits" if recent.share_waited() < WAITED_LEAST else "workers hardly wait"
     if len(alive) > 1 and _is_slow(recent.workers[slowest]):
-        yield Verdict(
-            f"{few}nothing holds the run back: {nobody} for {slowest}, which is {_slower(recent, slowest)}", slowest
-        )
-    yield Verdict(f"{few}nothing holds the run back{': nobody waits' if len(alive) > 1 else ''}")
+        words = f"{nobody} for {slowest}, which is {_slower(recent, slowest)}"
+        yield Verdict(f"{few}nothing holds the run back: {words}", slowest)
+    yield Verdict(f"{few}nothing holds the run back" + (f": {nobody}" if len(alive) > 1 else ""))
 
 
 def _held_up(name: str, info: pb.WorkerInfo, figures: Figures | None, who_waits: str) -> Iterator[Verdict]:
@@ -142,7 +143,7 @@ def _waits(
     yield Verdict(f"under {protocol} workers wait for one another {_part(share)}; none is much slower than the rest")
 
 
-def _costs(recent: Recent, expected: Expected, protocol: str, slowest: str) -> Iterator[Verdict]:
+def _costs(recent: Recent, expected: Expected, protocol: str, slowest: str, nobody: str) -> Iterator[Verdict]:
     """Yield what is to be said of gradients that were refused, or taken in part."""
     steps = [step for figures in recent.workers.values() for step in figures.steps]
     refused = Counter(step.worker for step in steps if step.outcome == "rejected")
@@ -159,7 +160,7 @@ def _costs(recent: Recent, expected: Expected, protocol: str, slowest: str) -> I
     if lost < LOST_LEAST:
         return
     of_it = expected.lost(policy, Counter(step.staleness for step in recent.workers[slowest].steps))
-    words = f"nobody waits; staleness takes {lost:.0%} of the steps under {policy.text}"
+    words = f"{nobody}; staleness takes {lost:.0%} of the steps under {policy.text}"
     if _is_slow(recent.workers[slowest]) and of_it > lost:
         yield Verdict(f"{words}, {slowest}'s {of_it:.0%}: it is {_slower(recent, slowest)}", slowest)
     yield Verdict(words)

@@ -67,17 +67,18 @@ class Asked:
     """What was asked of one server so far, so that it tells nothing twice."""
 
     def __init__(self) -> None:
-        self._uptime_seconds = 0.0
+        self._places, self._uptime_seconds = ("", ""), 0.0
         self._event, self._activity = 0, 0
         self._lags = False
 
     def answer(self, control: Control, address: str) -> Answer:
         """Return the server's answers without shards, and what is new of events, steps and waits. Raises PypsError."""
         status = control.call("GetStatus", pb.GetStatusRequest())
-        if status.uptime_seconds < self._uptime_seconds:
-            # A restarted server numbers from 1.
+        places = control.address, status.control_address
+        if status.uptime_seconds < self._uptime_seconds or places != self._places:
+            # A restarted server numbers from 1, and another one has numbers of its own.
             self._event, self._activity = 0, 0
-        self._uptime_seconds = status.uptime_seconds
+        self._places, self._uptime_seconds = places, status.uptime_seconds
         events = control.call("ListEvents", pb.ListEventsRequest(after=self._event, limit=EVENTS_MAX))
         self._event = events.newest
         # Of more than a reply holds the oldest are skipped: who shows them has to keep up.

@@ -85,7 +85,8 @@ def test_what_the_policy_in_force_takes_of_the_histogram_is_what_the_server_coun
 
 def test_a_server_that_died_is_found_again_at_another_address(start_server, tmp_path):
     file = tmp_path / "servers"
-    server = start_server()
+    # The other one is older than the first, as a standby may be.
+    moved, server = start_server(), start_server()
     replace_file(file, f"{server.control}\n")
     watch = Watch(parse_servers(f"file:{file}"), interval_seconds=0.05)
     history = watch.history
@@ -95,9 +96,12 @@ def test_a_server_that_died_is_found_again_at_another_address(start_server, tmp_
 
     watch.start()
     has("no run yet")
+    for name in ("a", "b", "c"):
+        with make_client(server.data, worker_id=name, run_id="run") as client:
+            client.push(gradients_like(small_model(), seed=0))
+    has("worker left: worker c")
     server.stop()
     has("no server answers on")
-    moved = start_server()
     with make_client(moved.data, worker_id="w-7") as client:
         client.push(gradients_like(small_model(), seed=0))
         replace_file(file, f"{moved.control}\n")

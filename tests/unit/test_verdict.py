@@ -99,6 +99,10 @@ CASES = (
     ),
     (even(policy="none"), "nothing holds the run back: nobody waits"),
     (even(policy="none").steps("w2", 0.4), f"nothing holds the run back: nobody waits for w2, which is {TIMES}"),
+    (
+        Run().steps("w0", 0.3, every=0.31, waited_for=["w1"]).steps("w1", 0.3, every=0.31),
+        "nothing holds the run back: workers wait 2% of their time",
+    ),
     (Run(roster=["w0"]).steps("w0", 0.1), "nothing holds the run back"),
     (Run(), "3 workers alive, and no gradient in the last minute"),
     (Run(state=1), "no run yet: a worker starts it"),
