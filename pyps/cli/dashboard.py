@@ -25,6 +25,7 @@ from pyps.launcher.job import PYPS
 from pyps.launcher.process import ChildProcess, beside
 from pyps.service.security import is_loopback_host
 from pyps.watch.history import History
+from pyps.watch.replay import replayed
 from pyps.watch.watch import Watch
 from pyps_client.credentials import read_token
 from pyps_client.launch import parse_servers
@@ -54,7 +55,12 @@ def dashboard(
         Path | None, typer.Option("--eval", help="Python file that scores the model, as for `pyps eval`.")
     ] = None,
     every: Annotated[float, typer.Option(help="Seconds between two scores.", min=0.0)] = 10.0,
-    save: Annotated[Path | None, typer.Option(help="File for the page with its data, written at the end.")] = None,
+    logged: Annotated[
+        Path | None, typer.Option("--replay", help="Show the run of this --update-log, which has no servers any more.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="File for the page with its data: written at the end, of a log at once.")
+    ] = None,
     token_file: ObserverTokenFile = None,
 ) -> None:
     """Show a run as a page in the browser, until Ctrl-C.
@@ -63,10 +69,14 @@ def dashboard(
     and rate from it: with the token in PYPS_OPERATOR_TOKEN_FILE, for which the page asks; if that is not set, with the
     one in the printed address, on this machine only.
     """
-    places = parse_servers(servers, port=CONTROL_PORT)
+    if logged is not None and save is not None:
+        report(logged, save)
+        return
+    places = parse_servers(servers, port=CONTROL_PORT) if logged is None else ()
     watch = Watch(places, token_file)
+    history = replayed(logged) if logged is not None else watch.history
     page, words = served(
-        watch.history,
+        history,
         places,
         token_file,
         host=host,
@@ -78,11 +88,11 @@ def dashboard(
     with contextlib.ExitStack() as ends:
         if script is not None:
             # A child, before there are threads.
-            ends.enter_context(scores(script, servers, every, token_file, watch.history))
+            ends.enter_context(scores(script, servers, every, token_file, history))
         if save is not None:
             # Now too, so that a file that cannot be written is known before the end.
-            write_page(save, watch.history.to_json())
-            ends.callback(keep, watch.history, save)
+            write_page(save, history.to_json())
+            ends.callback(keep, history, save)
         watch.start()
         ends.callback(watch.close)
         ends.enter_context(page)
@@ -91,6 +101,16 @@ def dashboard(
             signal.signal(number, signal.default_int_handler)
         with contextlib.suppress(KeyboardInterrupt):
             Event().wait()
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="An --update-log of a run.")],
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; report.html in that folder by default.", show_default=False)
+    ] = None,
+) -> None:
+    """Keep the page of `pyps dashboard` on a run that was logged in one file, which needs nothing to be shown."""
+    keep(replayed(folder), out or folder / "report.html")
 
 
 def keep(history: History, file: Path) -> None:

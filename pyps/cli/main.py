@@ -22,6 +22,7 @@ COMMANDS = {
     "demo": ("Watch workers train a small network on real images.", "demo:demo"),
     "status": ("Show what servers, workers and shards are doing.", "status:status"),
     "dashboard": ("Show a run as a page in the browser.", "dashboard:dashboard"),
+    "report": ("Keep the page of a run that was logged in one file.", "dashboard:report"),
     "top": ("Watch servers and workers as they train, in a terminal.", "top:top"),
     "set": ("Change protocol, staleness policy or learning rate of a running job.", "control:configure"),
     "export": ("Write the model to a file.", "export:export"),

@@ -292,3 +292,30 @@ def test_a_job_says_where_its_page_is_and_goes_on_without_it(start_python):
 
     job.wait_for_output("| dashboard was killed by SIGKILL: the job goes on without it.")
     assert job.running
+
+
+def test_a_run_that_is_over_is_shown_from_its_log(start_server, start_python, monkeypatch, tmp_path):
+    logs = tmp_path / "logs"
+    server = start_server("--run-id=mine", f"--update-log={logs}")
+    push([server])
+    server.stop()
+    # A page is made without what serves it.
+    with monkeypatch.context() as lacking:
+        lacking.setitem(sys.modules, "aiohttp", None)
+        for arguments, file in (
+            (("report", str(logs)), logs / "report.html"),
+            (("report", str(logs), "--out", f"{tmp_path}/out.html"), tmp_path / "out.html"),
+            (("dashboard", "--replay", str(logs), "--save", f"{tmp_path}/page.html"), tmp_path / "page.html"),
+        ):
+            assert shell(*arguments) == f"The run as a page: {file}\n"
+            kept = data_in(file.read_text(encoding="utf-8"))
+            assert (kept["run"], kept["live"], len(kept["steps"])) == ("mine", False, 1)
+    assert "there is no update log in" in shell("report", str(tmp_path / "none"), status=2)
+
+    command = start_python("-m", "pyps", "dashboard", "--port", "0", "--replay", str(logs))
+    address = command.wait_for_output("page: http").partition("The run as a page: ")[2].strip()
+
+    assert ask(address).json["run"] == "mine"
+    change = ask(address, "/configure", {"protocol": "hardsync"}, Authorization="Bearer any")
+    assert (change.status, change.json) == (403, {"error": "nothing can be changed from this page"})
+    assert command.terminate() == 0, command.output()
