@@ -6,4 +6,5 @@ verdict.py     the sentence on what holds the run back now
 staleness.py   the law (L - 1)/c, and what each policy takes of gradients that old
 history.py     answers over time, bounded, as JSON
 watch.py       the threads that ask
+replay.py      the history of a run from its update log
 """
