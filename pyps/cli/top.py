@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import sys
 import termios
@@ -58,7 +59,8 @@ def top(servers: Servers = "127.0.0.1:7611", token_file: ObserverTokenFile = Non
                 size, until = console.size, time.monotonic() + INTERVAL_SECONDS
                 live.update(view.picture(watch.history.rows, *size), refresh=True)
                 while not ended and time.monotonic() < until and console.size == size:
-                    ended = bool(select.select([sys.stdin], [], [], 0.1)[0]) and sys.stdin.read(1) in ("q", "")
+                    pressed = os.read(sys.stdin.fileno(), 64) if select.select([sys.stdin], [], [], 0.1)[0] else None
+                    ended = pressed is not None and (b"q" in pressed or not pressed)
         except KeyboardInterrupt:
             pass
     watch.close()

@@ -125,7 +125,7 @@ def test_the_charts_of_a_run_are_drawn_in_a_terminal_until_it_is_told_to_end(sta
     while b"no run yet: a worker starts it." not in seen:
         seen += os.read(terminal, 1 << 16)
     if ends_by == "q":
-        os.write(terminal, b"q")
+        os.write(terminal, b"xq")
     else:
         shown.send_signal(signal.SIGINT)
     with contextlib.suppress(OSError):
