@@ -72,6 +72,8 @@ def dashboard(
     if logged is not None and save is not None:
         report(logged, save)
         return
+    if script is not None:
+        require_script(script)
     places = parse_servers(servers, port=CONTROL_PORT) if logged is None else ()
     watch = Watch(places, token_file)
     history = replayed(logged) if logged is not None else watch.history
@@ -179,7 +181,6 @@ def _changed(
 @contextlib.contextmanager
 def scores(script: Path, servers: str, every: float, token_file: Path | None, history: History) -> Iterator[None]:
     """Run `pyps eval` beside; its lines become scores, and its end an event."""
-    require_script(script)
     last: deque[str] = deque(maxlen=LINES_KEPT)
 
     def take(_: str, line: str) -> None:

@@ -240,7 +240,9 @@ class History:
 
     def _head(self) -> dict[str, Any]:
         now, (recent, judged) = self._clock(), self._judge()
-        answers = self.answers or [Answer("", pb.Status())]
+        # Of a run whose servers are all gone, as they are at its end, what they said last.
+        last = [server.answer for server in self.servers.values() if server.answer]
+        answers = self.answers or last or [Answer("", pb.Status())]
         status = answers[0].status
         rates = [rate.current for rate in status.learning_rates]
         statuses = [answer.status for answer in answers]

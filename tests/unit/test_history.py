@@ -58,6 +58,10 @@ def test_rates_go_by_the_servers_own_clock_and_a_new_life_of_it_begins_anew(cloc
     assert [(server["error"], server["silent_seconds"]) for server in shown["servers"]] == [("", 0), ("gone", 2)]
     history.take("b", answer("b", uptime=1, version=130))
     assert [event[2:5] for event in history.to_json(shown["number"])["events"]] == [["b", "found", "answers again"]]
+    for address in ("a", "b"):
+        history.take(address, "gone")
+    # What was known last is shown of a run whose servers have ended.
+    assert (history.to_json()["version"], len(history.to_json()["workers"])) == (130, 1)
     assert shown["events"][0][2:5] == ["b", "lost", "no answer: gone"]
 
 
