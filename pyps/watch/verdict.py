@@ -75,7 +75,8 @@ def _cases(
         have = "has" if missing == 1 else "have"
         yield Verdict(f"the run waits for {counted(missing, 'worker')} that {have} not pushed yet")
     if not alive:
-        yield Verdict("no worker is alive: the run waits for one")
+        finished = {known[0].state for known in workers.values()} == {"finished"}
+        yield Verdict("all workers have finished" if finished else "no worker is alive: the run waits for one")
     if expected.protocol is not None and expected.protocol.coordinated:
         work = answers[0].work
         portions = f"{work.done:,} of {counted(work.num_portions, 'portion')}"

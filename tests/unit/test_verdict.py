@@ -112,6 +112,7 @@ CASES = (
     (Run(state=5), "the run ends, at version 0"),
     (Run(workers_missing=2), "the run waits for 2 workers that have not pushed yet"),
     (Run(roster=[]), "no worker is alive: the run waits for one"),
+    (Run(roster=[]).worker("w0", state="finished"), "all workers have finished"),
     (Run("sandblaster"), "under sandblaster a coordinator leads: 3 of 8 portions of this pass are done"),
     # A name is no command to a terminal.
     (
