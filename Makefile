@@ -16,7 +16,7 @@ TESTS_AT_ONCE ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist worksteal --ignore=tests/compose --ignore=tests/engines
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-everything simulate check format proto fuzz robustness bench experiments wheel test-compose test-engines docs pictures clean
+.PHONY: help install demo test test-all test-everything simulate check format proto fuzz robustness bench experiments wheel test-compose test-engines docs pictures screenshots clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -112,6 +112,9 @@ pictures: $(STAMP) ## Draw the pictures of docs/protocols.md and docs/simulate.m
 	$(BIN)/pyps simulate examples/simulated_digits.py --workers 16 --slow 4x2,2x5 --step-seconds 200ms --bandwidth 1gbit --latency 1ms \
 		--failures 600,30 --protocol async,backup:b=4,hardsync --rate 0.3,1 --epochs 40 --target 0.04 --out out/simulated_digits
 	cp out/simulated_digits/simulation.png docs/images/simulate.png
+
+screenshots: $(STAMP) ## Take the pictures of docs/dashboard.md with Chromium, of a run of two minutes
+	$(BIN)/python scripts/screenshots.py
 
 docs: $(STAMP) ## Build the site of docs/ into out/site, with every link looked at
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs

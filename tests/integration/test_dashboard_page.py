@@ -169,8 +169,8 @@ def test_a_run_is_seen_as_it_is(browser, start_server, tmp_path):
             "pyps.held.doc.protocol === 'async' && pyps.held.events.some((event) => event[3] === 'configured')",
         )
         until(page, f"pyps.timeline.lane('{SLOW}').steps.at(-1).staleness > 3 && pyps.timeline.drawn.updates > 20")
-        until(page, "document.querySelectorAll('#histogram rect').length > 4")
-        assert "law" in page.inner_text("#law")
+        until(page, "document.getElementById('law').textContent.includes('the law (L-1)/c = (4-1)/1 says 3')")
+        assert page.locator("#histogram rect").count() > 4
         until(page, f"document.querySelector('#losers li').textContent.startsWith('{SLOW}')")
         assert page.locator("#policies li.now").count() == 1
         for chart in ("pace", "bytes", "stale", "cpu"):

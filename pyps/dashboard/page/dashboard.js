@@ -169,7 +169,8 @@ class Chart {
     const colours = look(), timed = this.timed(), narrow = this.box.clientWidth < 460;
     const axis = { stroke: colours.quiet, font: colours.small, ticks: { show: false }, grid: { stroke: colours.grid, width: 1 } };
     const of = (format) => (_, ticks) => ticks.map((tick) => format(tick)), edge = { stroke: "transparent", spanGaps: true, points: { show: false } };
-    const series = lines.map(({ colour, dash, width }) => ({ stroke: colour, dash, width, spanGaps: true, points: { show: data[0].length < 2 } }));
+    const points = { show: (plot) => plot.data[0].length < 60 };
+    const series = lines.map(({ colour, dash, width }) => ({ stroke: colour, dash, width, spanGaps: true, points }));
     this.values = lines.map(() => make("b"));
     const key = lines.map((line, at) => make("li", {}, swatch(line.colour, line.dash, line.width),
       line.worker ? make("button", { type: "button", onclick: () => choose(line.name) }, nameNode(line.name)) : line.name, this.values[at]));
@@ -364,7 +365,7 @@ function renderHead(doc) {
   const facts = {
     protocol: doc.warmup ? `${doc.protocol}, warm-up ${doc.warmup}` : doc.protocol, staleness: doc.staleness_policy, "update rule": doc.rule,
     rate: doc.schedule ? `${number(doc.rate)}, ${doc.schedule}` : number(doc.rate), version: number(doc.version), examples: big(doc.examples),
-    "workers alive": `${doc.alive} of ${doc.workers.length}`, "steps a second": number(held.rows.at(-1)?.steps),
+    "workers alive": `${doc.alive} of ${doc.workers.length}`, "steps a second": number(held.rows.findLast((row) => row.steps != null)?.steps),
     running: doc.began ? secondsText(Math.max(0, doc.now - doc.began)) : "–",
   };
   Object.entries(facts).forEach(([name, value], at) => {
@@ -405,7 +406,8 @@ function renderHistogram({ staleness: { buckets, mean, max, law, law_words } }) 
     return [
       make("svg:rect", { x: at * across + 1, y: base - height, width: Math.max(1, across - 2), height, fill, stroke: colours.quiet, "stroke-width": 0.5 }),
       across > 36 && part ? words(share(part), middle, base - height - 4) : "",
-      last || (at % every === 0 && at + every <= bins.length - beyond) ? words(`${at * bin}${last ? "+" : ""}`, last ? width : middle, base + 15, last ? "end" : "middle") : "",
+      last ? words(`${at * bin}+`, width, base + 15, "end") : "",
+      !last && at % every === 0 && at + every <= bins.length - beyond ? words(at * bin, middle, base + 15) : "",
     ];
   });
   const line = (value, text, y, dash, stroke) => {
@@ -468,7 +470,8 @@ function renderEvents() {
   fill($("events"), ...held.events.slice(-EVENTS_SHOWN).reverse().map(([, time, server, kind, message, worker]) => {
     const bad = { class: GRAVE.has(kind) ? "bad" : "" };
     const sign = make("span", { ...bad, "aria-hidden": "true" }, SIGNS[kind] ?? "·");
-    return make("li", { title: server }, make("span", { class: "quiet" }, clockText(time)), sign, make("span", bad, kind), make("span", {}, ...marked(message || worker)));
+    const words = make("span", {}, ...marked(message || worker));
+    return make("li", { title: server }, make("span", { class: "quiet" }, clockText(time)), sign, make("span", bad, kind), words);
   }));
 }
 
@@ -636,9 +639,9 @@ function remembered(theme) {
 function start() {
   const dark = matchMedia("(prefers-color-scheme: dark)"), system = () => dark.matches ? "dark" : "light";
   const on = (id, kind, act) => $(id).addEventListener(kind, act);
-  parts.push({ draw: renderHead, shown: true });
+  for (const draw of [renderHead, renderWhatIf]) parts.push({ draw, shown: true });
   makeCharts();
-  const draws = { events: renderEvents, histogram: renderHistogram, costs: renderCosts, servers: renderServers, workers: renderWorkers, reason: renderWhatIf };
+  const draws = { events: renderEvents, histogram: renderHistogram, costs: renderCosts, servers: renderServers, workers: renderWorkers };
   for (const [id, draw] of Object.entries({ "tl-key": renderKey, ...draws })) addPart($(id), draw);
   setTheme(remembered() ?? system());
   dark.addEventListener("change", () => setTheme(system()));

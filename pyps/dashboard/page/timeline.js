@@ -73,8 +73,8 @@ class Timeline {
     for (const items of [this.updates, ...[...this.lanes.values()].flatMap((lane) => [lane.steps, lane.waits])]) items.splice(0, since(items, oldest));
     if (this.spanKnown || steps.length < 8) return;
     // As much time as leaves a usual step room for its number.
-    const lengths = steps.map((step) => step[3] - step[2]).sort((a, b) => a - b);
-    this.span = Math.min(120, Math.max(2, Math.max(6, (this.box.clientWidth - 100) / 62) * lengths[lengths.length >> 1]));
+    const length = steps.reduce((sum, step) => sum + step[3] - step[2], 0) / steps.length;
+    this.span = Math.min(120, Math.max(2, Math.max(6, (this.box.clientWidth - 100) / 62) * length));
     this.spanKnown = true;
   }
 
