@@ -219,17 +219,20 @@ def test_a_run_is_seen_as_it_is(browser, start_server, tmp_path):
         assert page.locator("form[data-field] input:enabled").count() == 0
 
 
-def test_it_says_when_the_dashboard_is_gone_and_goes_on_when_it_is_back(browser):
-    history = History()
+def test_it_asks_for_a_token_says_when_the_dashboard_is_gone_and_goes_on_when_it_is_back(browser, tmp_path):
+    history, token_file = History(), tmp_path / "token"
     history.add_row({"t": time.time(), "steps": 1.0})
-    dashboard, _ = served(history, [], None)
+    token_file.write_text("a-reader's-token")
+    dashboard, _ = served(history, ["127.0.0.1:1"], token_file)
     with opened(browser, "about:blank", faults=100) as page:
         with dashboard:
             page.goto(dashboard.address)
+            page.fill("#token", "a-reader's-token")
+            page.keyboard.press("Enter")
             until(page, "pyps.held.doc")
             port = int(re.search(r":(\d+)/", dashboard.address)[1])
         page.get_by_text("The dashboard has not answered since").wait_for()
-        with served(history, [], None, port=port)[0]:
+        with served(history, ["127.0.0.1:1"], token_file, port=port)[0]:
             page.locator("#broken").wait_for(state="hidden")
 
 
@@ -261,26 +264,9 @@ def test_names_of_workers_are_text_and_256_of_them_keep_the_page_quick(browser, 
         assert page.locator("img").count() == 0
 
 
-WORKER: dict[str, Any] = {
-    "state": "alive",
-    "steps": 40,
-    "pace": 2.0,
-    "loss": 0.5,
-    "staleness_mean": 1.0,
-    "staleness_max": 3,
-    "step_lost": 0.5,
-    "waited": 0.0,
-    "slower": 1.0,
-    "waits_for": [],
-    "silent_seconds": 0.1,
-    "transport": "tcp",
-    "codecs": "",
-    "host": "",
-    "device": "",
-    "message": "",
-    "applied": 40,
-    "rejected": 0,
-    "dropped": 0,
-    "bytes_in": 1e6,
-    "bytes_out": 1e6,
-}
+NUMBERS = (
+    "steps pace loss staleness_mean staleness_max step_lost waited slower silent_seconds rejected dropped bytes_in "
+    "bytes_out"
+)
+WORDS = "transport codecs host device message"
+WORKER = {**dict.fromkeys(NUMBERS.split(), 1), **dict.fromkeys(WORDS.split(), ""), "state": "alive", "waits_for": []}

@@ -657,6 +657,7 @@ function start() {
   for (const form of document.querySelectorAll("form[data-field]")) form.addEventListener("submit", tryChange);
   for (const id of ["smooth", "loss-x"]) on(id, "input", render);
   on("give-token", "click", giveToken);
+  on("confirm-no", "click", () => $("confirm").close());
   addEventListener("resize", render);
   held.token = held.reader = new URLSearchParams(location.hash.slice(1)).get("token") ?? "";
   if (held.token) history.replaceState(null, "", location.pathname + location.search);

@@ -203,7 +203,7 @@ class Timeline {
   }
 
   frame(time) {
-    if (!this.shown || !this.box.clientWidth) return;
+    if (!this.shown || !this.now || !this.box.clientWidth) return;
     const end = this.viewEnd, { width } = this.plot(), shift = (end - this.span - this.from) * width / this.span;
     if (this.dirty || !(shift >= 0 && shift <= this.slack)) this.drawBitmap(end);
     this.paint(end);
