@@ -210,7 +210,7 @@ class Chart {
   }
 
   range(low, high) {
-    if (low == null) return [0, 1];
+    if (low == null || (low === 0 && high === 0)) return [0, 1];
     const margin = 0.06 * (high - low || Math.abs(high) || 1);
     return [this.floor ? Math.min(0, low) : low - margin, high + margin];
   }
@@ -503,7 +503,7 @@ function renderWorkers({ workers, slow }) {
     const row = table.rows.get(name), button = row.cells[0].firstChild;
     COLUMNS.forEach(([, key, format = String], at) => say(at ? row.cells[at] : button, worker[key] == null ? "–" : format(worker[key])));
     row.className = `${chosen ? "chosen" : ""} ${state === "alive" ? "" : "dead"}`;
-    row.cells[1].className = state === "alive" ? "text" : "text bad";
+    row.cells[1].className = ["alive", "finished"].includes(state) ? "text" : "text bad";
     button.className = name === slow ? "slow" : "";
     button.setAttribute("aria-pressed", chosen);
   }

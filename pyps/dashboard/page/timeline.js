@@ -304,8 +304,9 @@ class Timeline {
     const last = x(this.ends({ steps, waits }));
     if (!worker || !(steps.length || waits.length) || last > wide) return;
     if (worker.state !== "alive") {
-      Object.assign(ink, { textAlign: "left", fillStyle: look.bad });
-      ink.fillText(`✕ ${worker.state}`, Math.max(4, last + 6), y + height / 2);
+      const finished = worker.state === "finished";
+      Object.assign(ink, { textAlign: "left", fillStyle: finished ? look.quiet : look.bad });
+      ink.fillText(`${finished ? "✓" : "✕"} ${worker.state}`, Math.max(4, last + 6), y + height / 2);
       ink.textAlign = "center";
     } else if (this.live && worker.waits_for.length) this.drawWait(space, last, wide, y, height, worker.waits_for);
     else if (this.live) {
