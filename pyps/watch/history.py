@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from threading import RLock
 from typing import Any
 
@@ -25,6 +26,7 @@ ROWS_MAX = 2048
 STEPS_MAX = 50_000
 STEPS_SECONDS = 900.0
 EVENTS_MAX = 2000
+SAME_EVENT_SECONDS, SAME_EVENT_AMONG = 10.0, 300
 # Workers whose losses rows have; of more the first by name.
 LOSSES_MAX = 64
 # What a thinner row takes from its newest; of other numbers it has the mean.
@@ -81,6 +83,8 @@ class History:
         # By worker the server whose list of steps is taken, and the end of the last one.
         self._sources: dict[str, tuple[str, float]] = {}
         self._judged: tuple[Recent, Verdict] | None = None
+        # The newest status with workers: what the law says of a run whose workers have left.
+        self._staffed: pb.Status | None = None
 
     def take(self, address: str, answer: Answer | str) -> None:
         """Take one server's answers, with the events, steps and waits since the last ones; or why it gave none."""
@@ -96,10 +100,22 @@ class History:
             if server.error:
                 self.add_event(now, address, "found", "answers again")
             server.take(answer, now)
+            if answer.status.roster:
+                self._staffed = answer.status
             for event in answer.events:
-                self.add_event(now - event.age_seconds, address, event.kind, event.message, event.worker)
+                self._take_event(address, event, now)
             for each in answer.activity:
                 self._take_activity(address, each, now)
+
+    def _take_event(self, address: str, event: pb.Event, now: float) -> None:
+        at, told = now - event.age_seconds, (event.kind, event.message, event.worker)
+        # Several servers tell the same, each at its own time.
+        known = any(
+            each[2] != address and each[3:] == told and abs(each[1] - at) < SAME_EVENT_SECONDS
+            for each in islice(reversed(self.events), SAME_EVENT_AMONG)
+        )
+        if not known:
+            self.add_event(at, address, *told)
 
     def _take_activity(self, address: str, each: pb.Activity, now: float) -> None:
         ended = now - each.age_seconds
@@ -268,7 +284,7 @@ class History:
             "warnings": list(dict.fromkeys(filter(None, warnings))),
             "servers": [self._server(each, now) for each in self.servers.values()],
             "workers": [self._worker(name, known, recent) for name, known in sorted(workers_of(answers).items())],
-            "staleness": _staleness(answers),
+            "staleness": _staleness(answers, self._staffed or status),
         }
 
     def _server(self, server: Server, now: float) -> dict[str, Any]:
@@ -328,12 +344,12 @@ def _counts(answer: Answer) -> dict[Key, float]:
     return counts
 
 
-def _staleness(answers: Sequence[Answer]) -> dict[str, Any]:
+def _staleness(answers: Sequence[Answer], status: pb.Status) -> dict[str, Any]:
     buckets: Counter[int] = Counter()
     for answer in answers:
         for bucket in answer.staleness.buckets:
             buckets[bucket.staleness] += bucket.count
-    tally, expected = merged([answer.status.tally for answer in answers]), Expected(answers[0].status)
+    tally, expected = merged([answer.status.tally for answer in answers]), Expected(status)
     policies = [
         {"name": name, "lost": lost, "in_force": in_force} for name, lost, in_force in expected.policies(buckets)
     ]

@@ -134,3 +134,21 @@ def test_odd_numbers_and_words_of_servers_and_workers_do_no_harm(clock):
         history.take("b", words)
         text = json.dumps(history.to_json(), allow_nan=False, ensure_ascii=False)
         assert text.isprintable() and "?[2J<b>??" in text
+
+
+def test_what_two_servers_tell_is_one_event_and_the_law_is_of_the_workers_that_there_were(clock):
+    history = History(["a", "b"], clock=clock)
+    joined = [pb.Event(number=1, age_seconds=1.0, kind="joined", message="worker joined: w", worker="w")]
+    status = pb.Status(state=3, protocol="async", staleness="constant", roster=["v", "w"])
+    status.tally.pushes_applied = 1
+    buckets = pb.StalenessHistogram(buckets=[pb.StalenessHistogram.Bucket(staleness=1, count=1)])
+    for address in ("a", "b", "a"):
+        history.take(address, Answer(address, status, events=joined, staleness=buckets))
+        clock.now += 1
+    # The second time at the same server it is another one.
+    assert [event[2:4] for event in history.events] == [("a", "joined"), ("a", "joined")]
+    for address in ("a", "b"):
+        history.take(address, Answer(address, pb.Status(state=4), staleness=buckets))
+    shown = history.to_json()["staleness"]
+    assert shown["law"] == 1.0
+    assert {policy["name"]: policy["lost"] for policy in shown["policies"]}["constant"] == 0.5
