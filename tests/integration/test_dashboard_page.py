@@ -15,10 +15,12 @@ import pytest
 
 from pyps.cli.dashboard import served
 from pyps.dashboard.files import write_page
+from pyps.watch.answer import taken
 from pyps.watch.history import History
+from pyps.watch.replay import replayed
 from pyps.watch.watch import Watch
 from pyps_wire.common_pb2 import Receipt
-from support import ServerThread, wait_until
+from support import ServerThread, inspect, status_of, wait_until
 from wire_worker import WireWorker
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on the PATH")
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: make install")
+pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed: make install")
 
 NAMES = ["worker-0", "worker-1", "worker-2", "worker-3"]
 SLOW, KILLED = "worker-3", "worker-2"
@@ -173,19 +176,44 @@ def test_a_run_is_seen_as_it_is(browser, start_server, tmp_path):
         assert page.locator("#histogram rect").count() > 4
         until(page, f"document.querySelector('#losers li').textContent.startsWith('{SLOW}')")
         assert page.locator("#policies li.now").count() == 1
-        for chart in ("pace", "bytes", "stale", "cpu"):
-            assert all(max(values) > 0 for values in lines_of(page, chart).values()), chart
-        assert set(lines_of(page, "queue")) == {"waiting"}
+        # The servers count the same.
+        assert 1.5 < max(lines_of(page, "pace")["steps"]) < 40
+        assert 0 < max(lines_of(page, "stale")["mean"]) <= page.evaluate("pyps.held.doc.staleness.max")
+        assert max(lines_of(page, "bytes")["in"]) > 37 * 4
+        assert set(lines_of(page, "cpu")) == {server.control, other.control}
+        assert max(lines_of(page, "queue")["waiting"]) <= len(NAMES)
+        assert page.evaluate("pyps.held.doc.version") <= status_of(server).version_max
+        parameters = inspect(server.control, "GetMemory").parameters_bytes
+        assert page.evaluate("pyps.held.doc.servers[0].memory.parameters") == parameters > 0
+        assert f"parameters\n{parameters} B" in page.locator(".server").first.inner_text()
+        row = {"t": time.time(), "seen": 64, "version": 2, "score": {"accuracy": 0.25}}
+        watch.history.add_row(row)
+        until(page, "pyps.charts.score.plot")
+        for over in ("seen", "version", "t"):
+            page.select_option("#over", over)
+            assert page.evaluate("pyps.charts.score.lines().x") == [pytest.approx(row[over], abs=0.001)]
+            assert lines_of(page, "score") == {"accuracy": [0.25]}
+            assert sorted(lines_of(page, "loss")) == NAMES
 
-        # A death, and a server that no longer answers: both are said, and greyed where they are.
+        # Deaths, and a server that no longer answers: all are said and marked, and greyed where they are.
         workers[KILLED].killed = True
         until(page, f"pyps.held.doc.workers.find((one) => one.name === '{KILLED}').state === 'expired'")
+        (counted,) = (each for each in inspect(server.control, "ListWorkers").workers if each.worker_id == KILLED)
+        assert page.evaluate(f"pyps.timeline.lane('{KILLED}').steps.length") == taken(counted.tally)
+        watch.history.add_event(time.time(), server.control, "failed", "worker-9 failed: out of memory", "worker-9")
         other.stop()
         page.locator(".server.lost").wait_for()
-        until(page, "['expired', 'lost'].every((kind) => pyps.held.events.some((event) => event[3] === kind))")
+        for kind in ("configured", "expired", "failed", "lost"):
+            until(page, f"pyps.charts.loss.marks.includes('{kind}') && pyps.charts.marks.marks.includes('{kind}')")
+            graves = page.locator("#events .bad", has_text=kind)
+            assert graves.count() == (0 if kind == "configured" else 1)
         assert KILLED in page.inner_text("#events")
-        row = page.locator("#workers tbody tr.dead")
-        assert KILLED in row.inner_text()
+        assert f"{other.control}: no answer" in page.inner_text("#events")
+        assert page.inner_text("#state") == "1 of 2 servers silent"
+        assert KILLED in page.locator("#workers tbody tr.dead").inner_text()
+        # What became of it is written in its lane, also where its last step is out of sight.
+        until(page, f"pyps.timeline.lane('{KILLED}').steps.at(-1).ended < pyps.timeline.viewEnd - pyps.timeline.span")
+        assert page.evaluate("pyps.timeline.over.map((each) => each.state)") == ["expired"]
 
         # By keyboard: pause, back in time, another order of the table, one worker everywhere.
         page.focus("#tl")
@@ -194,6 +222,9 @@ def test_a_run_is_seen_as_it_is(browser, start_server, tmp_path):
         assert page.evaluate("pyps.timeline.end") < time.time() - 2
         page.keyboard.press("l")
         assert page.evaluate("pyps.timeline.following")
+        page.focus("#as-timeline")
+        page.keyboard.press("Enter")
+        assert page.evaluate("pyps.view.to - pyps.view.from") == pytest.approx(page.evaluate("pyps.timeline.span"))
         page.focus("#workers th:nth-child(3) button")
         page.keyboard.press("Enter")
         steps = page.evaluate(
@@ -219,6 +250,23 @@ def test_a_run_is_seen_as_it_is(browser, start_server, tmp_path):
         assert page.locator("form[data-field] input:enabled").count() == 0
 
 
+def test_a_page_of_an_update_log_says_what_a_log_does_not_know(browser, start_server, tmp_path):
+    server = start_server(f"--update-log={tmp_path / 'log'}", "--expected-workers=1")
+    with WireWorker(server.data, SLOW) as worker:
+        worker.join()
+        worker.train(12, value=0.01)
+        worker.leave()
+    server.stop()
+    saved = tmp_path / "run.html"
+    write_page(saved, replayed(tmp_path / "log").to_json())
+    with opened(browser, saved.as_uri()) as page:
+        until(page, f"pyps.timeline.lane('{SLOW}').steps.length === 12 && pyps.timeline.drawn?.steps > 0")
+        for chart in ("bytes", "cpu", "queue"):
+            page.locator(f"#{chart}", has_text="Not in an update log.").wait_for()
+        page.locator("#workers td", has_text="finished").wait_for()
+        assert "waiting gradients" not in page.inner_text("#servers")
+
+
 def test_it_asks_for_a_token_says_when_the_dashboard_is_gone_and_goes_on_when_it_is_back(browser, tmp_path):
     history, token_file = History(), tmp_path / "token"
     history.add_row({"t": time.time(), "steps": 1.0})
@@ -237,36 +285,36 @@ def test_it_asks_for_a_token_says_when_the_dashboard_is_gone_and_goes_on_when_it
 
 
 def test_names_of_workers_are_text_and_256_of_them_keep_the_page_quick(browser, tmp_path, record_property):
-    history, now, names = (
-        History(live=True),
-        time.time(),
-        [f"<img src=x onerror=alert({index})>" for index in range(256)],
-    )
+    names = [f"<img src=x onerror=alert({index})>" for index in range(254)] + ["constructor", "__proto__"]
+    history, now = History(live=True), time.time()
     for index, name in enumerate(names):
         for at in range(-40, 120):
             history.add_step(name, now + at / 2, now + (at + 1) / 2, staleness=index)
     for at in range(60):
-        history.add_row({"t": now - 60 + at, "steps": 512.0, "loss": dict.fromkeys(names, 1 / (at + 1))})
-    history.facts = {"slow": names[7], "workers": [{**WORKER, "name": name} for name in names]}
+        history.add_row({"t": now - 60 + at, "steps": 512.0, "loss": dict.fromkeys(names[:-2], 1 / (at + 1))})
+    history.add_row({"t": now, "steps": 1.7e308, "loss": dict.fromkeys(names, 1.7e308)})
+    history.facts = {"slow": names[7], "skipped": 1234}
+    history.facts["workers"] = [{**WORKER, "name": name, "transport": name} for name in names]
     dashboard, _ = served(history, [], None)
     with dashboard, opened(browser, dashboard.address, viewport={"width": 1440, "height": 1000}) as page:
         until(page, "pyps.timeline.drawn?.steps > 100 && pyps.charts.loss.plot")
         drawn = page.evaluate("pyps.charts.loss.lines()")
         assert [line["name"] for line in drawn["lines"]] == ["median", names[7]]
         assert len(drawn["band"]) == 2
-        page.wait_for_timeout(3000)
+        assert {line["values"][-1] for line in drawn["lines"]} == {None}
+        assert max(lines_of(page, "pace")["steps"]) == 512
+        page.get_by_text("1,234 steps are missing").wait_for()
+        # The table is there before it is in sight, for the keyboard.
+        page.locator("#workers tbody tr").nth(255).wait_for()
+        until(page, "pyps.timeline.painted.at(-1) - pyps.timeline.painted[0] > 900")
         frames = page.evaluate("pyps.timeline.painted.length")
         record_property("frames_a_second", frames)
         print(f"{frames} frames a second with 256 workers")
         assert frames > 5
-        page.locator("#workers-title").scroll_into_view_if_needed()
-        page.locator("#workers tbody tr").nth(255).wait_for()
+        assert page.evaluate("Object.keys(Object.prototype).length") == 0
         assert page.locator("img").count() == 0
 
 
-NUMBERS = (
-    "steps pace loss staleness_mean staleness_max step_lost waited slower silent_seconds rejected dropped bytes_in "
-    "bytes_out"
-)
-WORDS = "transport codecs host device message"
+NUMBERS = "steps pace loss staleness_mean step_lost waited slower bytes_in bytes_out"
+WORDS = "host device message"
 WORKER = {**dict.fromkeys(NUMBERS.split(), 1), **dict.fromkeys(WORDS.split(), ""), "state": "alive", "waits_for": []}

@@ -1,8 +1,8 @@
 "use strict";
-// The charts over time, by uPlot: one cursor and one span for all, the signs of events in each, names at the lines' ends.
+// The charts over time, by uPlot: one cursor and one span for all, the signs of events in each.
 
 const LINES_MAX = 12; // workers with a line each; beyond, the median and a band
-const DASHES = [[], [6, 3], [2, 3]];
+const DASHES = [[], [8, 3], [2, 3], [8, 3, 2, 3], [14, 4]];
 const charts = {};
 const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
 const BYTE_STEPS = Array.from({ length: 50 }, (_, power) => 2 ** power);
@@ -34,16 +34,22 @@ class Chart {
     this.forget();
     const colours = look(), timed = this.timed(), narrow = this.box.clientWidth < 460;
     const axis = { stroke: colours.quiet, font: colours.small, ticks: { show: false }, grid: { stroke: colours.grid, width: 1 } };
-    const of = (format) => (_, ticks) => ticks.map((tick) => format(tick)), edge = { stroke: "transparent", spanGaps: true, points: { show: false } };
+    const edge = { stroke: "transparent", spanGaps: true, points: { show: false } };
+    // As many digits as the ticks' distance has.
+    const exact = (ticks, apart) => {
+      let digits = 0;
+      while (digits < 12 && Math.abs(apart * 10 ** digits - Math.round(apart * 10 ** digits)) > 1e-3 * apart * 10 ** digits) digits++;
+      return ticks.map((tick) => tick.toFixed(digits));
+    };
     const points = { show: (plot) => plot.data[0].length < 60 };
     const series = lines.map(({ colour, dash, width }) => ({ stroke: colour, dash, width, spanGaps: true, points }));
     this.values = lines.map(() => make("b"));
     const key = lines.map((line, at) => make("li", {}, swatch(line.colour, line.dash, line.width),
       line.worker ? make("button", { type: "button", onclick: () => choose(line.name) }, nameNode(line.name)) : line.name, this.values[at]));
-    const place = make("div"), longest = Math.max(0, ...lines.map((line) => line.name.length));
+    const place = make("div");
     fill(this.box, ...(lines.length ? [make("ul", { class: "key" }, ...key)] : []), place);
     this.plot = new uPlot({
-      width: this.box.clientWidth, height: this.height, padding: [14, lines.length ? Math.min(narrow ? 66 : 96, 24 + 7 * longest) : 8, 0, 0],
+      width: this.box.clientWidth, height: this.height, padding: [14, 8, 0, 0],
       scales: {
         x: { time: false, range: (_, low, high) => timed ? timeRange() : [low, high > low ? high : low + 1] },
         y: { range: (_, low, high) => this.range(low, high) },
@@ -51,8 +57,11 @@ class Chart {
       series: [{}, ...(band ? [edge, edge] : []), ...series],
       bands: band ? [{ series: [2, 1], fill: `${colours.bar}40` }] : [],
       axes: [
-        { ...axis, size: 26, space: narrow ? 70 : 84, values: of(timed ? clockText : big), incrs: timed ? TIME_STEPS : undefined },
-        { ...axis, size: 58, space: 34, show: lines.length > 0, values: of(this.format), incrs: this.format === bytes ? BYTE_STEPS : undefined },
+        { ...axis, size: 26, space: narrow ? 70 : 84, values: (_, ticks) => ticks.map((tick) => (timed ? clockText : big)(tick)), incrs: timed ? TIME_STEPS : undefined },
+        {
+          ...axis, size: 58, space: 34, show: lines.length > 0, incrs: this.format === bytes ? BYTE_STEPS : undefined,
+          values: (_, ticks, __, ___, apart) => apart < 1 && this.format === number ? exact(ticks, apart) : ticks.map((tick) => this.format(tick)),
+        },
       ],
       legend: { show: false },
       cursor: {
@@ -61,16 +70,13 @@ class Chart {
       },
       hooks: {
         drawClear: [(plot) => { if (timed) this.drawMarks(plot); }],
-        draw: [(plot) => { this.drawNames(plot, lines); this.over?.(plot); }],
+        draw: [(plot) => this.over?.(plot)],
         setSelect: [(plot) => {
           const { left, width } = plot.select;
           if (width > 4 && timed) show(0, plot.posToVal(left, "x"), plot.posToVal(left + width, "x"));
           if (width) plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
         }],
-        setCursor: [(plot) => {
-          this.read();
-          if (timed && plot.cursor.event) timeline.pointAt(plot.cursor.left >= 0 ? plot.posToVal(plot.cursor.left, "x") : null);
-        }],
+        setCursor: [() => this.read()],
       },
     }, data, place);
   }
@@ -98,32 +104,14 @@ class Chart {
     const from = Math.max(left, at(timeline.viewEnd - timeline.span)), to = Math.min(left + width, at(timeline.viewEnd));
     Object.assign(ctx, { fillStyle: `${colours.accent}16`, textAlign: "center", font: colours.sized });
     if (to > from) ctx.fillRect(from, top, to - from, height);
+    this.marks = [];
     for (const [, time, , kind] of held.events) {
       const x = Math.round(at(time));
       if (!MARKED.has(kind) || x < left || x > left + width) continue;
       ctx.fillStyle = GRAVE.has(kind) ? colours.bad : colours.quiet;
       for (let y = top; y < top + height; y += 5 * ratio) ctx.fillRect(x, y, ratio, 2 * ratio);
-      if (!this.over) ctx.fillText(SIGNS[kind] ?? "·", x, top - 3 * ratio);
-    }
-  }
-
-  // Each line's name at its end, pushed apart where they would overlap.
-  drawNames(plot, lines) {
-    const { ctx, bbox } = plot, ratio = devicePixelRatio, [low, high] = plot.series[0].idxs, edge = bbox.left + bbox.width;
-    Object.assign(ctx, { font: look().sized, textAlign: "left", textBaseline: "middle" });
-    const ends = lines.map((line, at) => {
-      const values = plot.data[plot.data.length - lines.length + at];
-      let last = high;
-      while (last > low && values[last] == null) last--;
-      return { line, y: values[last] == null ? NaN : plot.valToPos(values[last], "y", true) };
-    }).filter((end) => end.y >= 0).sort((a, b) => a.y - b.y);
-    ends.forEach((end, at) => { if (at) end.y = Math.max(end.y, ends[at - 1].y + 13 * ratio); });
-    let lowest = bbox.top + bbox.height;
-    for (const { line, y } of ends.reverse()) {
-      ctx.fillStyle = line.colour;
-      const name = (line.name === held.doc.slow ? "◆ " : "") + line.name, here = Math.min(y, lowest);
-      ctx.fillText(fitted(ctx, name, plot.width * ratio - edge - 8 * ratio), edge + 6 * ratio, here);
-      lowest = here - 13 * ratio;
+      this.marks.push(kind);
+      if (!this.over) ctx.fillText(signOf(kind), x, top - 3 * ratio);
     }
   }
 }
@@ -139,24 +127,23 @@ function show(span, from = null, to = null) {
   for (const button of document.querySelectorAll("[data-span]")) button.setAttribute("aria-pressed", from == null && +button.dataset.span === span);
   render();
 }
-// The charts' cursor follows the timeline's pointer.
-function pointCharts(time) {
-  if (time === view.hover) return;
-  view.hover = time;
-  for (const { plot, timed } of Object.values(charts)) {
-    if (plot && timed()) plot.setCursor(time == null ? { left: -10, top: -10 } : { left: plot.valToPos(time, "x"), top: 10 }, true, false);
-  }
-}
-
-function column(key, name, at = 0) { return { name, values: held.rows.map((row) => row[key] ?? null), ...styleOf(at), dash: DASHES[at] }; }
+// A value that can be drawn: names are the run's, and may be those of JavaScript's own.
+function own(values, key) { return Object.hasOwn(values, key) && Math.abs(values[key]) < 1e100 ? values[key] : null; }
+function column(key, name, at = 0) { return { name, values: held.rows.map((row) => own(row, key)), ...styleOf(at) }; }
 function columns(...lines) {
-  return lines.some((line) => line.values.some((value) => value != null)) ? { x: held.rows.map((row) => row.t), lines } : EMPTY;
+  return lines.some((line) => line.values.some((value) => value != null)) ? { x: held.rows.map((row) => row.t), lines } : nothing();
+}
+// The rows that have the field, in the order of time, examples or versions.
+function rowsWith(field, by = "t") {
+  const rows = [];
+  for (const row of held.rows) if (row[field] && row[by] != null && !(row[by] < rows.at(-1)?.[by])) rows.push(row);
+  return rows;
 }
 // A line a key of the rows' dictionaries, e.g. a server each.
-function dictionaries(field, empty) {
-  const rows = held.rows.filter((row) => row[field]), keys = [...new Set(rows.flatMap((row) => Object.keys(row[field])))].sort(natural);
-  const lines = keys.map((key, at) => ({ name: key, values: rows.map((row) => row[field][key] ?? null), ...styleOf(at), dash: DASHES[at % 3] }));
-  return keys.length ? { x: rows.map((row) => row.t), lines } : empty;
+function dictionaries(field, empty, by = "t") {
+  const rows = rowsWith(field, by), keys = [...new Set(rows.flatMap((row) => Object.keys(row[field])))].sort(natural);
+  const lines = keys.map((key, at) => ({ name: key, values: rows.map((row) => own(row[field], key)), ...styleOf(at) }));
+  return keys.length ? { x: rows.map((row) => row[by]), lines } : empty;
 }
 function smoothed(values) {
   const keep = +$("smooth").value;
@@ -169,16 +156,15 @@ function smoothed(values) {
   });
 }
 function quantiles(row) {
-  const values = Object.values(row.loss).filter((value) => value != null).sort((a, b) => a - b);
+  const values = Object.keys(row.loss).map((name) => own(row.loss, name)).filter((value) => value != null).sort((a, b) => a - b);
   return [0.1, 0.5, 0.9].map((part) => values[Math.round(part * (values.length - 1))] ?? null);
 }
 function lossLines() {
-  const by = $("loss-x").value, rows = [];
-  for (const row of held.rows) if (row.loss && row[by] != null && !(row[by] < rows.at(-1)?.[by])) rows.push(row);
+  const by = $("over").value, rows = rowsWith("loss", by);
   if (!rows.length) return "No worker reports a loss: call optimizer.report(loss=...) in the training loop.";
   const x = rows.map((row) => row[by]), names = held.doc.workers.map((worker) => worker.name), few = names.length <= LINES_MAX;
   const singled = few ? names : [...new Set([held.doc.slow, held.chosen])].filter((name) => names.includes(name));
-  const lines = singled.map((name) => ({ name, worker: true, values: smoothed(rows.map((row) => row.loss[name] ?? null)), ...styleOfWorker(name) }))
+  const lines = singled.map((name) => ({ name, worker: true, values: smoothed(rows.map((row) => own(row.loss, name))), ...styleOfWorker(name) }))
     .filter((line) => line.values.some((value) => value != null));
   if (few) return { x, lines: lines.map((line) => held.chosen && line.name !== held.chosen ? { ...line, colour: `${line.colour}70` } : line) };
   for (const row of rows) row.quantiles ??= quantiles(row);
@@ -190,10 +176,11 @@ function lossLines() {
 function drawWords({ ctx, bbox: { left, top, width, height }, valToPos }) {
   const ratio = devicePixelRatio, colours = look(), rows = [[], [], [], []], rank = (kind) => GRAVE.has(kind) ? 2 : MARKED.has(kind) ? 1 : 0;
   Object.assign(ctx, { font: colours.sized, textAlign: "left", textBaseline: "middle" });
-  for (const [, time, , kind, message] of [...held.events].sort((a, b) => rank(b[3]) - rank(a[3]))) {
+  for (const event of [...held.events].sort((a, b) => rank(b[3]) - rank(a[3]))) {
+    const [, time, , kind] = event;
     const x = valToPos(time, "x", true);
     if (x < left - 1 || x > left + width + 1) continue;
-    const words = fitted(ctx, `${SIGNS[kind] ?? "·"} ${message || kind}`, 210 * ratio), room = ctx.measureText(words).width + 10 * ratio;
+    const words = fitted(ctx, `${signOf(kind)} ${wordsOf(event)}`, 210 * ratio), room = ctx.measureText(words).width + 10 * ratio;
     const from = Math.min(x + 3 * ratio, left + width - room), row = rows.findIndex((taken) => taken.every(([a, b]) => from > b || from + room < a));
     const y = top + (row + 0.6) * 17 * ratio, colour = [colours.quiet, colours.text, colours.bad][rank(kind)];
     ctx.fillStyle = row < 0 ? colour : colours.card;
@@ -207,14 +194,16 @@ function drawWords({ ctx, bbox: { left, top, width, height }, valToPos }) {
 
 function makeCharts() {
   const add = (id, lines, options) => { charts[id] = new Chart(id, lines, options); };
-  add("loss", lossLines, { floor: false, height: 250, timed: () => $("loss-x").value === "t" });
-  add("score", () => dictionaries("score", "No held-out score yet: run pyps eval beside the workers."), { floor: false, height: 250 });
+  const learning = { floor: false, height: 250, timed: () => $("over").value === "t" };
+  const unscored = "No held-out score: pyps dashboard draws one with --eval and a script that scores the model.";
+  add("loss", lossLines, learning);
+  add("score", () => dictionaries("score", unscored, $("over").value), learning);
   const times = () => held.rows.length ? held.rows.map((row) => row.t) : timeRange();
   add("marks", () => held.events.length ? { x: times(), lines: [] } : "No events yet.", { height: 116, over: drawWords });
   add("pace", () => columns(column("steps", "steps"), column("updates", "updates", 1)));
   add("waited", () => columns(column("waited", "waited")), { format: share });
   add("stale", () => columns(column("staleness", "mean")));
   add("bytes", () => columns(column("bytes_in", "in"), column("bytes_out", "out", 1)), { format: bytes });
-  add("cpu", () => dictionaries("cpu", EMPTY));
+  add("cpu", () => dictionaries("cpu", nothing()));
   add("queue", () => columns(column("queue", "waiting")));
 }

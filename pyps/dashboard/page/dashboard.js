@@ -4,23 +4,27 @@
 const ROWS_MAX = 4000; // held before everything is asked for anew, thinned
 const EVENTS_MAX = 2000, EVENTS_SHOWN = 200;
 const SIGNS = {
-  joined: "+", back: "+", left: "−", expired: "✕", stalled: "!", replica: "◇", owner: "◇", coordinator: "◇", configured: "⇄", warning: "!",
-  checkpoint: "▾", standstill: "✕", finished: "✓", reset: "↺", score: "★", lost: "✕", found: "+",
+  joined: "+", back: "+", left: "−", failed: "✕", expired: "✕", stalled: "!", replica: "◇", owner: "◇", coordinator: "◇",
+  configured: "⇄", warning: "!", checkpoint: "▾", standstill: "✕", finished: "✓", reset: "↺", score: "★", lost: "✕", found: "+",
 };
-const GRAVE = new Set(["expired", "stalled", "standstill", "lost", "warning", "reset"]);
+function signOf(kind) { return Object.hasOwn(SIGNS, kind) ? SIGNS[kind] : "·"; }
+function wordsOf([, , server, kind, message, worker]) {
+  return ["lost", "found"].includes(kind) ? `${server}: ${message}` : message || worker || kind;
+}
+const GRAVE = new Set(["failed", "expired", "stalled", "standstill", "lost", "warning", "reset"]);
 const MARKED = new Set([...GRAVE, "left", "back", "found", "configured", "finished", "replica"]);
-const EMPTY = "Nothing yet: this fills as soon as workers push gradients.";
 
 const $ = (id) => document.getElementById(id);
 // `reader` is the token that shows the run, `token` the one that changes it.
 const held = { doc: null, rows: [], events: [], number: 0, id: "", chosen: "", token: "", reader: "", failing: 0, closed: false };
-const view = { span: 0, from: null, to: null, hover: null };
+const view = { span: 0, from: null, to: null };
 
 // --- words ---
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 }), natural = new Intl.Collator("en", { numeric: true }).compare;
 function number(value) {
   if (value == null) return "–";
+  if (Math.abs(value) >= 1e12) return value.toExponential(2);
   return Math.abs(value) >= 100 || Number.isInteger(value) ? whole.format(value) : String(+value.toPrecision(3));
 }
 function big(value) {
@@ -44,6 +48,10 @@ function clockText(time, exact = false) {
   const clock = [date.getHours(), date.getMinutes(), date.getSeconds()].map(two).join(":");
   return exact ? `${clock}.${two(date.getMilliseconds() / 10)}` : clock;
 }
+function nothing() {
+  return held.doc.live ? "Nothing yet: this fills as soon as workers push gradients." : "Not in an update log.";
+}
+function slowerText(times) { return times < 1 ? "–" : number(times); }
 function namesText(names) { return names.length > 3 ? `${names.slice(0, 3).join(", ")} and ${names.length - 3} more` : names.join(", "); }
 
 // --- elements; whatever comes from the run is text, never markup ---
@@ -101,14 +109,14 @@ function setTheme(theme) {
   timeline.redraw();
   render();
 }
-function styleOf(at) { return { colour: look().lines[at % 6], dash: DASHES[Math.floor(at / 6) % 3], width: 1.8 }; }
+function styleOf(at) { return { colour: look().lines[at % 6], dash: DASHES[at % DASHES.length], width: 1.8 }; }
 function styleOfWorker(name) {
   const { slow, workers } = held.doc, width = name === held.chosen ? 3.2 : 1.6;
   if (name === slow) return { colour: look().slow, dash: [], width: Math.max(2.6, width) };
   return { ...styleOf(workers.filter((worker) => worker.name !== slow).findIndex((worker) => worker.name === name)), width };
 }
 
-// --- what is drawn once it is in sight: one piece of work a frame, so that the timeline keeps its pace ---
+// --- what is drawn once, for the keyboard, and then while it is in sight: a piece a frame, so that the timeline keeps its pace ---
 
 const parts = [], waiting = [];
 const sight = new IntersectionObserver((entries) => {
@@ -116,19 +124,21 @@ const sight = new IntersectionObserver((entries) => {
   render();
 }, { rootMargin: "150px" });
 function addPart(box, draw) {
-  parts.push({ box, draw, shown: false });
+  parts.push({ box, draw, shown: false, drawn: false });
   sight.observe(box);
+  return parts.at(-1);
 }
 
 function render() {
   if (!held.doc) return;
   const idle = !waiting.length;
-  waiting.push(...parts.filter((part) => part.shown && !waiting.includes(part)));
+  waiting.push(...parts.filter((part) => (part.shown || !part.drawn) && !waiting.includes(part)));
   if (idle && waiting.length) later(work);
 }
 function work() {
   const part = waiting.shift();
   if (waiting.length) later(work);
+  part.drawn = true;
   part.draw(held.doc);
 }
 function later(act) { document.hidden ? setTimeout(act) : requestAnimationFrame(act); }
@@ -138,7 +148,8 @@ function later(act) { document.hidden ? setTimeout(act) : requestAnimationFrame(
 function renderHead(doc) {
   document.title = `${doc.run || "pyps"}: ${doc.sentence}`;
   say($("run"), doc.run || "no run yet");
-  say($("state"), doc.live ? doc.state : `${doc.state}, as it was`);
+  const lost = doc.servers.filter((server) => server.error).length;
+  say($("state"), !doc.live ? `${doc.state}, as it was` : lost ? `${lost} of ${doc.servers.length} servers silent` : doc.state);
   say($("clock"), clockText(doc.now));
   once($("sentence"), doc.sentence + doc.slow, () => marked(doc.sentence));
   once($("warnings"), doc.warnings.join(), () => doc.warnings.map((words) => make("li", {}, words)));
@@ -168,11 +179,14 @@ function renderKey() {
     item("rejected or dropped", strokes("M3 3L11 11M11 3L3 11", colours.bad)), item("not ended", square({ "stroke-dasharray": "2 2" }))]);
 }
 
-function renderHistogram({ staleness: { buckets, mean, max, law, law_words } }) {
-  const total = buckets.reduce((sum, [, count]) => sum + count, 0), box = $("histogram"), width = box.clientWidth, base = 186, colours = look();
+function renderHistogram({ staleness: { buckets, mean, max, law, law_words, since } }) {
+  const of = since ? `of gradients since ${clockText(since)}, when protocol or policy changed` : "of all gradients";
+  for (const node of document.querySelectorAll(".of")) say(node, of);
+  const total = buckets.reduce((sum, [, count]) => sum + count, 0), box = $("histogram"), width = box.clientWidth, base = 186;
+  const colours = look(), meanWords = number(+mean.toFixed(3));
   const lawWords = law == null ? "" : `; for equal workers the law ${law_words} says ${number(law)}`;
-  say($("law"), total ? `Mean ${number(mean)}, largest ${number(max)}${lawWords}.` : "");
-  if (!total) return fill(box, make("p", { class: "empty" }, EMPTY));
+  say($("law"), total ? `Mean ${meanWords}, largest ${number(max)}${lawWords}.` : "");
+  if (!total) return fill(box, make("p", { class: "empty" }, nothing()));
   // A few gradients of one that came back late would press all others into the first bar.
   let rest = total;
   const far = buckets.find(([, count]) => (rest -= count) <= 0.005 * total)[0], top = Math.max(4, far, Math.ceil(law ?? 0) + 1);
@@ -196,7 +210,10 @@ function renderHistogram({ staleness: { buckets, mean, max, law, law_words } }) 
     return [stem, words(text, beside, y + 10, anchor)];
   };
   if (law != null) drawn.push(...line(law, `law: ${number(law)}`, 14, "5 3", colours.accent));
-  drawn.push(...line(mean, `mean: ${number(mean)}`, 0, "", colours.text), make("svg:line", { x1: 0, x2: width, y1: base, y2: base, stroke: colours.line }));
+  drawn.push(...line(mean, `mean: ${meanWords}`, 0, "", colours.text));
+  drawn.push(make("svg:line", { x1: 0, x2: width, y1: base, y2: base, stroke: colours.line }));
+  // Words above lines.
+  drawn.sort((a, b) => (a.tagName === "text") - (b.tagName === "text"));
   fill(box, make("svg:svg", { width, height: 206, role: "img", "aria-label": $("law").textContent }, ...drawn));
 }
 
@@ -223,6 +240,8 @@ function renderServers({ servers }) {
     return kept[at]?.dataset.was === was ? kept[at] : serverCard(server, was);
   }));
 }
+// Whether the run's rows have it: an update log has neither bytes nor queues.
+function isKnown(key) { return held.rows.some((row) => row[key] != null); }
 function serverCard(server, was) {
   const kinds = Object.entries(server.memory), total = kinds.reduce((sum, [, size]) => sum + size, 0);
   let left = 0;
@@ -232,40 +251,40 @@ function serverCard(server, was) {
     return make("svg:rect", { x, width, height: 22, fill: look().lines[at % 6], stroke: look().card, "stroke-width": 2 });
   }) : [];
   const fact = (name, value, ...sign) => value && value !== "–" ? make("div", {}, make("dt", {}, ...sign, name), make("dd", {}, value)) : "";
-  const words = server.error ? `✕ silent for ${secondsText(server.silent_seconds)}: ${server.error}` : server.state;
+  const words = server.error ? `✕ silent for ${secondsText(server.silent_seconds)}: ${server.error}` : held.doc.live ? server.state : held.doc.state;
   return make("div", { class: server.error ? "server lost" : "server", "data-was": was },
     make("h3", {}, `${server.address} `, make("span", { class: server.error ? "bad" : "quiet" }, words)),
     total ? make("svg:svg", { role: "img", "aria-label": `${bytes(total)} of memory` }, ...segments) : "",
     make("dl", {}, fact("memory", total ? bytes(total) : ""),
       ...kinds.map(([kind, size], at) => fact(kind, size ? bytes(size) : "", swatch(look().lines[at % 6], [], 8)))),
-    make("dl", {}, fact("version", number(server.version)), fact("processor", server.cpu == null ? "" : `${number(server.cpu)} cores`),
-      fact("waiting gradients", number(server.queue)), fact("checkpoint", server.checkpoint), fact("standby", server.standby)));
+    make("dl", {}, fact("version", number(server.version)),
+      fact("processor", server.cpu == null ? "" : `${number(server.cpu)} cores`),
+      fact("waiting gradients", isKnown("queue") ? number(server.queue) : ""), fact("checkpoint", server.checkpoint), fact("standby", server.standby)));
 }
 
 function renderEvents() {
   const newest = held.events.at(-1)?.[0] ?? 0, grave = held.events.filter((event) => event[0] > held.listed && GRAVE.has(event[3]));
   if (held.listed === newest) return;
   held.listed = newest;
-  if (grave.length) say($("grave"), grave.map((event) => event[4]).join(". "));
-  fill($("events"), ...held.events.slice(-EVENTS_SHOWN).reverse().map(([, time, server, kind, message, worker]) => {
+  if (grave.length) say($("grave"), grave.map(wordsOf).join(". "));
+  fill($("events"), ...held.events.slice(-EVENTS_SHOWN).reverse().map((event) => {
+    const [, time, server, kind] = event;
     const bad = { class: GRAVE.has(kind) ? "bad" : "" };
-    const sign = make("span", { ...bad, "aria-hidden": "true" }, SIGNS[kind] ?? "·");
-    const words = make("span", {}, ...marked(message || worker));
-    return make("li", { title: server }, make("span", { class: "quiet" }, clockText(time)), sign, make("span", bad, kind), words);
+    const sign = make("span", { ...bad, "aria-hidden": "true" }, signOf(kind)), at = make("span", { class: "quiet" }, clockText(time));
+    return make("li", { title: server }, at, sign, make("span", bad, kind), make("span", {}, ...marked(wordsOf(event))));
   }));
 }
 
 // --- the workers' table: cells stay and only change their text, so that focus does too ---
 
 const COLUMNS = [
-  ["worker", "name"], ["state", "state"], ["steps", "steps", number], ["steps/s", "pace", number], ["times slower", "slower", number], ["loss", "loss", number],
-  ["staleness", "staleness_mean", number], ["largest", "staleness_max", number], ["step lost", "step_lost", share], ["waited", "waited", share],
-  ["waits for", "waits_for", namesText], ["silent", "silent_seconds", secondsText], ["rejected", "rejected", number], ["dropped", "dropped", number],
-  ["in/s", "bytes_in", bytes], ["out/s", "bytes_out", bytes],
-  ["transport", "transport"], ["codecs", "codecs"], ["host", "host"], ["device", "device"], ["says", "message"],
+  ["worker", "name"], ["state", "state"], ["steps", "steps", number], ["steps/s", "pace", number],
+  ["times slower", "slower", slowerText], ["loss", "loss", number], ["staleness", "staleness_mean", number],
+  ["step lost", "step_lost", share], ["waited", "waited", share], ["waits for", "waits_for", namesText],
+  ["transport", "transport"], ["host", "host"], ["device", "device"], ["says", "message"],
 ];
-const TEXTS = new Set(["name", "state", "waits_for", "transport", "codecs", "host", "device", "message"]);
-const table = { rows: new Map(), by: "name", sign: 1, order: null };
+const TEXTS = new Set(["name", "state", "waits_for", "transport", "host", "device", "message"]);
+const table = { rows: new Map(), by: "name", sign: 1, order: null, part: null };
 
 function cellsOf(tag, inside) { return COLUMNS.map(([words, key]) => make(tag, { class: TEXTS.has(key) ? "text" : "" }, ...inside(words, key))); }
 function renderWorkers({ workers, slow }) {
@@ -294,13 +313,13 @@ function renderWorkers({ workers, slow }) {
   fill(body, ...sorted.map((worker) => table.rows.get(worker.name)));
 }
 function renderLinks(workers) {
-  const kinds = {};
-  for (const { transport, bytes_in, bytes_out } of workers) {
-    const sum = kinds[transport || "–"] ??= [0, 0, 0];
-    [1, bytes_in ?? 0, bytes_out ?? 0].forEach((value, at) => { sum[at] += value; });
+  const kinds = new Map(), size = isKnown("bytes_in") ? bytes : () => "–";
+  for (const { transport, bytes_in, bytes_out } of workers.filter((worker) => worker.state === "alive")) {
+    const sum = kinds.get(transport) ?? [0, 0, 0];
+    kinds.set(transport, [sum[0] + 1, sum[1] + (bytes_in ?? 0), sum[2] + (bytes_out ?? 0)]);
   }
   const row = (tag, texts) => make("tr", {}, ...texts.map((text) => make(tag, {}, text)));
-  const rows = Object.entries(kinds).sort().map(([kind, [count, into, out]]) => row("td", [kind, count, bytes(into), bytes(out)]));
+  const rows = [...kinds].sort().map(([kind, [count, ...sizes]]) => row("td", [kind || "–", count, ...sizes.map(size)]));
   fill($("links"), make("thead", {}, row("th", ["transport", "workers", "in a second", "out a second"])), make("tbody", {}, ...rows));
 }
 function sortBy(key) {
@@ -316,12 +335,14 @@ function choose(name) {
 // --- what if ---
 
 function renderWhatIf(doc) {
-  const reason = !doc.live ? "This run is looked at again: nothing can be changed." : held.token ? "" : "Read-only: a change needs the operator’s token.";
-  say($("reason").firstElementChild, reason);
+  const reason = !doc.live ? "This run is looked at again: nothing can be changed." :
+    held.token ? "" : "Read-only: a change needs the token of the printed address, or the operator’s.";
+  say($("reason").firstElementChild, reason || "This page holds a token; whether it may change a run, the try says.");
+  say($("give-token"), held.token ? "Give another" : "Give a token");
   $("give-token").hidden = !doc.live;
   $("changes").disabled = !!reason;
   for (const form of document.querySelectorAll("form[data-field]")) {
-    form.value.placeholder = form.dataset.field === "protocol" ? doc.protocol : doc.rate ?? "";
+    form.value.placeholder = form.dataset.field === "protocol" ? doc.protocol : number(doc.rate);
   }
 }
 async function configure(change) {
@@ -342,7 +363,7 @@ function ask(title, lines, button, token = false) {
   return new Promise((done) => $("confirm").addEventListener("close", () => done($("confirm").returnValue === "yes"), { once: true }));
 }
 async function giveToken() {
-  const given = await ask(held.closed ? "A token, to see this run" : "The operator’s token", ["It stays in this page until it is closed."], "Use it", true);
+  const given = await ask(held.closed ? "A token, to see this run" : "A token, to change this run", ["It stays in this page until it is closed."], "Use it", true);
   if (given) held.token = $("token").value.trim();
   if (given && held.closed) held.reader = held.token;
   $("token").value = "";
@@ -375,6 +396,9 @@ function take(doc) {
   timeline.add(doc.steps, doc.waits);
   timeline.set({ now: doc.now, live: doc.live, workers: doc.workers, slow: doc.slow, mean: doc.staleness.mean });
   $("tl-empty").hidden = timeline.lanes.size > 0;
+  say($("tl-skipped"), !doc.skipped ? "" :
+    `${number(doc.skipped)} steps are missing: servers did more than are listed between two looks at them.`);
+  if (doc.workers.some((worker) => !table.rows.has(worker.name))) table.part.drawn = false;
   $("tl-live").hidden = $("tl-pause").hidden = !doc.live;
   render();
 }
@@ -390,8 +414,9 @@ async function poll() {
   } catch { /* said below */ }
   held.failing = doc ? 0 : held.failing || Date.now() / 1000;
   $("broken").hidden = !held.failing;
-  document.body.classList.toggle("unheard", !!held.failing);
-  const silence = `The dashboard has not answered since ${clockText(held.failing)}. Below is what was known then; it is asked again each second.`;
+  const ended = held.events.some((event) => event[3] === "finished") ? "The run has finished, and its dashboard may have ended with it" : "";
+  const silence = `${ended || "The dashboard has not answered"} since ${clockText(held.failing)}. Below is what was known then; `
+    + `it is asked again each second.${ended && " To look at a run later, start it with --update-log and see pyps report."}`;
   if (held.failing) say($("broken"), refused ? `The dashboard says: ${refused}` : silence);
   if (doc) take(doc);
   if (held.closed) await giveToken();
@@ -399,7 +424,7 @@ async function poll() {
 }
 
 const timeline = new Timeline($("tl"), {
-  look, choose, hover: pointCharts,
+  look, choose,
   changed() {
     $("tl-live").setAttribute("aria-pressed", timeline.following);
     $("tl-pause").setAttribute("aria-pressed", !timeline.following && timeline.live);
@@ -421,8 +446,9 @@ function start() {
   const on = (id, kind, act) => $(id).addEventListener(kind, act);
   for (const draw of [renderHead, renderWhatIf]) parts.push({ draw, shown: true });
   makeCharts();
-  const draws = { events: renderEvents, histogram: renderHistogram, costs: renderCosts, servers: renderServers, workers: renderWorkers };
+  const draws = { events: renderEvents, histogram: renderHistogram, costs: renderCosts, servers: renderServers };
   for (const [id, draw] of Object.entries({ "tl-key": renderKey, ...draws })) addPart($(id), draw);
+  table.part = addPart($("workers"), renderWorkers);
   setTheme(remembered() ?? system());
   dark.addEventListener("change", () => setTheme(system()));
   on("theme", "click", () => {
@@ -435,7 +461,8 @@ function start() {
   on("tl-in", "click", () => timeline.zoom(1 / 1.5));
   for (const button of document.querySelectorAll("[data-span]")) button.addEventListener("click", () => show(+button.dataset.span));
   for (const form of document.querySelectorAll("form[data-field]")) form.addEventListener("submit", tryChange);
-  for (const id of ["smooth", "loss-x"]) on(id, "input", render);
+  for (const id of ["smooth", "over"]) on(id, "input", render);
+  on("as-timeline", "click", () => show(0, timeline.viewEnd - timeline.span, timeline.viewEnd));
   on("give-token", "click", giveToken);
   on("confirm-no", "click", () => $("confirm").close());
   addEventListener("resize", render);

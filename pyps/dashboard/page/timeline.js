@@ -31,16 +31,22 @@ function since(items, time) {
 }
 
 function fitted(context, words, width) {
-  if (context.measureText(words).width <= width) return words;
-  while (words.length > 1 && context.measureText(`${words}…`).width > width) words = words.slice(0, -1);
-  return `${words}…`;
+  const fits = (length) => context.measureText(words.slice(0, length)).width <= width;
+  // Of a long one only what may be seen is measured.
+  let low = 1, high = Math.min(words.length, Math.ceil(width / 2));
+  if (words.length <= high && fits(high)) return words;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (fits(middle)) low = middle; else high = middle - 1;
+  }
+  return `${words.slice(0, Math.max(1, low - 1))}…`;
 }
 
 class Timeline {
-  // hooks: look() gives colours, hover(time or null), tell(words or null, x, y), choose(worker), changed() when it follows or stops
+  // hooks: look() gives colours, tell(words or null, x, y), choose(worker), changed() when it follows or stops
   constructor(box, hooks) {
     Object.assign(this, { box, hooks, lanes: new Map(), updates: [], workers: [], names: [], slow: "", chosen: "", bounds: ageBounds(0), nameWidth: 90 });
-    Object.assign(this, { span: 30, spanKnown: false, end: null, now: 0, heard: 0, live: true, pointer: null, touches: new Map(), painted: [], shown: true });
+    Object.assign(this, { span: 30, spanKnown: false, end: null, now: 0, heard: 0, live: true, pointer: null, pressed: null, painted: [], shown: true, over: [] });
     const add = (tag) => box.appendChild(document.createElement(tag));
     [this.canvas, this.spacer, this.bitmap] = [add("canvas"), add("div"), document.createElement("canvas")];
     this.still = matchMedia("(prefers-reduced-motion: reduce)");
@@ -80,11 +86,16 @@ class Timeline {
 
   ends(lane) { return Math.max(lane.steps.at(-1)?.ended ?? 0, lane.waits.at(-1)?.ended ?? 0); }
   newest() { return [...this.lanes.values()].reduce((newest, lane) => Math.max(newest, this.ends(lane)), 0); }
-  oldest() { return Math.min(this.now, ...[...this.lanes.values()].flatMap(({ steps, waits }) => [steps[0]?.began ?? this.now, waits[0]?.began ?? this.now])); }
+  oldest() {
+    const begins = [...this.lanes.values()].flatMap(({ steps, waits }) => [steps[0]?.began, waits[0]?.began]);
+    return Math.min(this.now, ...begins.filter((began) => began != null));
+  }
 
   set({ now, live, workers, slow, mean }) {
     Object.assign(this, { now, live, workers, slow, heard: performance.now(), bounds: ageBounds(mean) });
-    if (!live && this.end === null) this.follow(); else this.redraw();
+    if (live || this.end !== null) return this.redraw();
+    // A run that has ended is opened where all workers are at work, not at its end.
+    this.stand(this.newest() - Math.min(30, (this.newest() - this.oldest()) / 2) + this.span / 2);
   }
 
   // --- the time that is seen ---
@@ -133,28 +144,23 @@ class Timeline {
   }
 
   point(kind, event) {
-    const { left, width } = this.plot(), before = this.touches.get(event.pointerId), box = this.canvas.getBoundingClientRect();
+    const { left, width } = this.plot(), before = this.pointer, box = this.canvas.getBoundingClientRect();
     const pointer = { x: event.clientX - box.left, y: event.clientY - box.top, clientX: event.clientX, clientY: event.clientY };
     if (kind === "down") {
-      this.touches.set(event.pointerId, event);
       this.pressed = pointer;
+      this.pointer = pointer;
       this.box.setPointerCapture(event.pointerId);
     } else if (kind === "move") {
       this.pointer = pointer;
       this.wake();
-      if (!before) return;
-      this.touches.set(event.pointerId, event);
-      const other = [...this.touches.values()].find((touch) => touch.pointerId !== event.pointerId);
-      const apart = (touch) => Math.max(20, Math.abs(touch.clientX - other.clientX));
-      if (other) this.zoom(apart(before) / apart(event), 0.5);
-      else if (Math.abs(pointer.x - this.pressed.x) > 4) this.move((before.clientX - event.clientX) / width * this.span);
+      if (this.pressed && Math.abs(pointer.x - this.pressed.x) > 4) this.move((before.x - pointer.x) / width * this.span);
     } else {
-      this.touches.delete(event.pointerId);
-      if (kind === "up" && pointer.x < left && Math.abs(pointer.x - this.pressed.x) < 4 && this.laneAt(pointer.y)) this.hooks.choose(this.laneAt(pointer.y));
+      const clicked = kind === "up" && pointer.x < left && Math.abs(pointer.x - this.pressed?.x) < 4, name = this.laneAt(pointer.y);
+      this.pressed = null;
+      if (clicked && name) this.hooks.choose(name);
       if (kind === "up" && event.pointerType === "mouse") return;
       this.pointer = null;
       this.hooks.tell(null);
-      this.hooks.hover(null);
       this.wake();
     }
   }
@@ -194,7 +200,6 @@ class Timeline {
 
   // --- drawing ---
 
-  pointAt(time) { this.hoverTime = time ?? NaN; this.wake(); }
   redraw() { this.dirty = true; this.wake(); }
   wake() {
     if (this.asked) return;
@@ -218,12 +223,18 @@ class Timeline {
     ink.setTransform(1, 0, 0, 1, 0, 0);
     ink.clearRect(from, 0, across, down);
     ink.drawImage(this.bitmap, shift, 0, across, down, from, 0, across, down);
-    const x = this.pointer ? this.pointer.x : left + (this.hoverTime - end + this.span) * width / this.span;
-    ink.fillStyle = this.hooks.look().quiet;
-    if (x > left && x < left + width) ink.fillRect(Math.round(x * ratio), 0, ratio, (total - AXIS) * ratio);
+    const look = this.hooks.look(), x = this.pointer?.x ?? 0;
+    ink.fillStyle = look.quiet;
+    if (x > left) ink.fillRect(Math.round(x * ratio), 0, ratio, (total - AXIS) * ratio);
+    // What became of those who are gone stays in sight.
+    ink.setTransform(ratio, 0, 0, ratio, 0, 0);
+    for (const { state, last, y } of this.over.filter((each) => each.y > 0 && each.y < total - AXIS - UPDATES)) {
+      const finished = state === "finished";
+      Object.assign(ink, { font: look.small, fillStyle: finished ? look.quiet : look.bad });
+      ink.fillText(`${finished ? "✓" : "✕"} ${state}`, left + Math.max(4, (last - end + this.span) * width / this.span + 6), y);
+    }
     if (!this.pointer) return;
     const time = end - this.span + (x - left) / width * this.span;
-    this.hooks.hover(x > left ? time : null);
     this.hooks.tell(x > left ? this.wordsAt(time, this.pointer.y) : null, this.pointer.clientX, this.pointer.clientY);
   }
 
@@ -249,6 +260,7 @@ class Timeline {
     const space = { ink, look, scale, wide: width + this.slack, x: (time) => (time - this.from) * scale };
     // Of what was drawn last, for those who ask.
     this.drawn = { steps: 0, waits: 0, crosses: 0, updates: 0 };
+    this.over = [];
     this.drawAxis(space, lanes, total);
     labels.fillStyle = look.quiet;
     labels.fillText("updates", 0, lanes + UPDATES / 2);
@@ -303,16 +315,12 @@ class Timeline {
     // What the worker does since its last step: it ends only with a later answer.
     const last = x(this.ends({ steps, waits }));
     if (!worker || !(steps.length || waits.length) || last > wide) return;
-    if (worker.state !== "alive") {
-      const finished = worker.state === "finished";
-      Object.assign(ink, { textAlign: "left", fillStyle: finished ? look.quiet : look.bad });
-      ink.fillText(`${finished ? "✓" : "✕"} ${worker.state}`, Math.max(4, last + 6), y + height / 2);
-      ink.textAlign = "center";
-    } else if (this.live && worker.waits_for.length) this.drawWait(space, last, wide, y, height, worker.waits_for);
+    if (worker.state !== "alive") this.over.push({ state: worker.state, last: this.ends({ steps, waits }), y: y + height / 2 });
+    else if (this.live && worker.waits_for.length) this.drawWait(space, last, wide, y, height, worker.waits_for);
     else if (this.live) {
       Object.assign(ink, { strokeStyle: look.hatch, lineWidth: 1 });
       ink.setLineDash([3, 3]);
-      ink.strokeRect(last + 1.5, y + 0.5, wide, height - 1);
+      ink.strokeRect(last + 1.5, y + 0.5, wide - last, height - 1);
       ink.setLineDash([]);
     }
   }
