@@ -101,9 +101,7 @@ function look() {
   };
   return looked;
 }
-function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  say($("theme"), theme === "dark" ? "Light" : "Dark");
+function recolour() {
   looked = null;
   for (const chart of Object.values(charts)) chart.forget();
   timeline.redraw();
@@ -116,7 +114,7 @@ function styleOfWorker(name) {
   return { ...styleOf(workers.filter((worker) => worker.name !== slow).findIndex((worker) => worker.name === name)), width };
 }
 
-// --- what is drawn once, for the keyboard, and then while it is in sight: a piece a frame, so that the timeline keeps its pace ---
+// --- what is drawn once, for the keyboard, and then while it is in sight: a piece a frame, for the timeline's pace ---
 
 const parts = [], waiting = [];
 const sight = new IntersectionObserver((entries) => {
@@ -234,15 +232,11 @@ function renderCosts({ workers, staleness }) {
 }
 
 function renderServers({ servers }) {
-  const kept = [...$("servers").children];
-  fill($("servers"), ...servers.map((server, at) => {
-    const was = JSON.stringify([server, look().text]);
-    return kept[at]?.dataset.was === was ? kept[at] : serverCard(server, was);
-  }));
+  once($("servers"), JSON.stringify([servers, look().text]), () => servers.map(serverCard));
 }
 // Whether the run's rows have it: an update log has neither bytes nor queues.
 function isKnown(key) { return held.rows.some((row) => row[key] != null); }
-function serverCard(server, was) {
+function serverCard(server) {
   const kinds = Object.entries(server.memory), total = kinds.reduce((sum, [, size]) => sum + size, 0);
   let left = 0;
   const segments = total ? kinds.map(([, size], at) => {
@@ -252,7 +246,7 @@ function serverCard(server, was) {
   }) : [];
   const fact = (name, value, ...sign) => value && value !== "–" ? make("div", {}, make("dt", {}, ...sign, name), make("dd", {}, value)) : "";
   const words = server.error ? `✕ silent for ${secondsText(server.silent_seconds)}: ${server.error}` : held.doc.live ? server.state : held.doc.state;
-  return make("div", { class: server.error ? "server lost" : "server", "data-was": was },
+  return make("div", { class: server.error ? "server lost" : "server" },
     make("h3", {}, `${server.address} `, make("span", { class: server.error ? "bad" : "quiet" }, words)),
     total ? make("svg:svg", { role: "img", "aria-label": `${bytes(total)} of memory` }, ...segments) : "",
     make("dl", {}, fact("memory", total ? bytes(total) : ""),
@@ -335,8 +329,8 @@ function choose(name) {
 // --- what if ---
 
 function renderWhatIf(doc) {
-  const reason = !doc.live ? "This run is looked at again: nothing can be changed." :
-    held.token ? "" : "Read-only: a change needs the token of the printed address, or the operator’s.";
+  const closed = "Read-only: a change needs the token of the printed address, or the operator’s.";
+  const reason = !doc.live ? "This run is looked at again: nothing can be changed." : held.token ? "" : closed;
   say($("reason").firstElementChild, reason || "This page holds a token; whether it may change a run, the try says.");
   say($("give-token"), held.token ? "Give another" : "Give a token");
   $("give-token").hidden = !doc.live;
@@ -414,10 +408,10 @@ async function poll() {
   } catch { /* said below */ }
   held.failing = doc ? 0 : held.failing || Date.now() / 1000;
   $("broken").hidden = !held.failing;
-  const ended = held.events.some((event) => event[3] === "finished") ? "The run has finished, and its dashboard may have ended with it" : "";
-  const silence = `${ended || "The dashboard has not answered"} since ${clockText(held.failing)}. Below is what was known then; `
-    + `it is asked again each second.${ended && " To look at a run later, start it with --update-log and see pyps report."}`;
-  if (held.failing) say($("broken"), refused ? `The dashboard says: ${refused}` : silence);
+  const ended = held.events.some((event) => event[3] === "finished");
+  const silence = `${ended ? "The run has finished, and " : ""}the dashboard has not answered since ${clockText(held.failing)}. `
+    + `Below is what was known then.${ended ? " To look at a run later, give it --update-log and see pyps report." : ""}`;
+  if (held.failing) say($("broken"), refused ? `The dashboard says: ${refused}` : silence[0].toUpperCase() + silence.slice(1));
   if (doc) take(doc);
   if (held.closed) await giveToken();
   setTimeout(poll, 1000);
@@ -438,23 +432,14 @@ const timeline = new Timeline($("tl"), {
   },
 });
 
-function remembered(theme) {
-  try { return theme ? localStorage.setItem("pyps-theme", theme) : localStorage.getItem("pyps-theme"); } catch { return null; }
-}
 function start() {
-  const dark = matchMedia("(prefers-color-scheme: dark)"), system = () => dark.matches ? "dark" : "light";
   const on = (id, kind, act) => $(id).addEventListener(kind, act);
   for (const draw of [renderHead, renderWhatIf]) parts.push({ draw, shown: true });
   makeCharts();
   const draws = { events: renderEvents, histogram: renderHistogram, costs: renderCosts, servers: renderServers };
   for (const [id, draw] of Object.entries({ "tl-key": renderKey, ...draws })) addPart($(id), draw);
   table.part = addPart($("workers"), renderWorkers);
-  setTheme(remembered() ?? system());
-  dark.addEventListener("change", () => setTheme(system()));
-  on("theme", "click", () => {
-    setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
-    remembered(document.documentElement.dataset.theme);
-  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
   on("tl-live", "click", () => timeline.follow());
   on("tl-pause", "click", () => timeline.pause());
   on("tl-out", "click", () => timeline.zoom(1.5));

@@ -45,8 +45,9 @@ function fitted(context, words, width) {
 class Timeline {
   // hooks: look() gives colours, tell(words or null, x, y), choose(worker), changed() when it follows or stops
   constructor(box, hooks) {
-    Object.assign(this, { box, hooks, lanes: new Map(), updates: [], workers: [], names: [], slow: "", chosen: "", bounds: ageBounds(0), nameWidth: 90 });
-    Object.assign(this, { span: 30, spanKnown: false, end: null, now: 0, heard: 0, live: true, pointer: null, pressed: null, painted: [], shown: true, over: [] });
+    Object.assign(this, { box, hooks, lanes: new Map(), updates: [], workers: [], names: [], slow: "", chosen: "" });
+    Object.assign(this, { span: 30, spanKnown: false, end: null, now: 0, heard: 0, live: true, shown: true, painted: [] });
+    Object.assign(this, { pointer: null, pressed: null, over: [], bounds: ageBounds(0), nameWidth: 90 });
     const add = (tag) => box.appendChild(document.createElement(tag));
     [this.canvas, this.spacer, this.bitmap] = [add("canvas"), add("div"), document.createElement("canvas")];
     this.still = matchMedia("(prefers-reduced-motion: reduce)");
@@ -115,9 +116,9 @@ class Timeline {
     const end = Math.max(this.viewEnd + seconds, this.oldest() + 0.3 * this.span);
     this.stand(this.live && end >= this.edge ? null : Math.min(end, this.newest() + 0.3 * this.span));
   }
-  zoom(factor, share = 1) {
+  zoom(factor) {
     const span = Math.min(KEPT_SECONDS, Math.max(0.05, this.span * factor));
-    if (!this.following) this.end += (span - this.span) * (1 - share);
+    if (!this.following) this.end += (span - this.span) / 2;
     Object.assign(this, { span, spanKnown: true });
     this.redraw();
   }
@@ -134,11 +135,9 @@ class Timeline {
   }
 
   wheel(event) {
-    const { left, width } = this.plot();
-    // A plain wheel scrolls lanes and page, unless the timeline was clicked and has no lanes to scroll.
-    const zooms = event.ctrlKey || event.metaKey || (document.activeElement === this.box && !this.spacer.offsetHeight);
-    if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.move(event.deltaX / width * this.span);
-    else if (zooms) this.zoom(Math.exp(event.deltaY / 300), Math.min(1, Math.max(0, (event.offsetX - left) / width)));
+    // A plain wheel scrolls lanes and page.
+    if (event.ctrlKey || event.metaKey) this.zoom(Math.exp(event.deltaY / 300));
+    else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.move(event.deltaX / this.plot().width * this.span);
     else return;
     event.preventDefault();
   }
@@ -155,9 +154,9 @@ class Timeline {
       this.wake();
       if (this.pressed && Math.abs(pointer.x - this.pressed.x) > 4) this.move((before.x - pointer.x) / width * this.span);
     } else {
-      const clicked = kind === "up" && pointer.x < left && Math.abs(pointer.x - this.pressed?.x) < 4, name = this.laneAt(pointer.y);
+      const name = this.laneAt(pointer.y), clicked = kind === "up" && Math.abs(pointer.x - this.pressed?.x) < 4;
       this.pressed = null;
-      if (clicked && name) this.hooks.choose(name);
+      if (clicked && name && pointer.x < left) this.hooks.choose(name);
       if (kind === "up" && event.pointerType === "mouse") return;
       this.pointer = null;
       this.hooks.tell(null);
@@ -231,7 +230,8 @@ class Timeline {
     for (const { state, last, y } of this.over.filter((each) => each.y > 0 && each.y < total - AXIS - UPDATES)) {
       const finished = state === "finished";
       Object.assign(ink, { font: look.small, fillStyle: finished ? look.quiet : look.bad });
-      ink.fillText(`${finished ? "✓" : "✕"} ${state}`, left + Math.max(4, (last - end + this.span) * width / this.span + 6), y);
+      const x = Math.max(4, (last - end + this.span) * width / this.span + 6);
+      ink.fillText(`${finished ? "✓" : "✕"} ${state}`, left + x, y);
     }
     if (!this.pointer) return;
     const time = end - this.span + (x - left) / width * this.span;
@@ -315,8 +315,9 @@ class Timeline {
     // What the worker does since its last step: it ends only with a later answer.
     const last = x(this.ends({ steps, waits }));
     if (!worker || !(steps.length || waits.length) || last > wide) return;
-    if (worker.state !== "alive") this.over.push({ state: worker.state, last: this.ends({ steps, waits }), y: y + height / 2 });
-    else if (this.live && worker.waits_for.length) this.drawWait(space, last, wide, y, height, worker.waits_for);
+    if (worker.state !== "alive") {
+      this.over.push({ state: worker.state, last: this.ends({ steps, waits }), y: y + height / 2 });
+    } else if (this.live && worker.waits_for.length) this.drawWait(space, last, wide, y, height, worker.waits_for);
     else if (this.live) {
       Object.assign(ink, { strokeStyle: look.hatch, lineWidth: 1 });
       ink.setLineDash([3, 3]);
