@@ -36,6 +36,8 @@ class Answer:
     staleness: pb.StalenessHistogram = field(default_factory=pb.StalenessHistogram)
     memory: pb.Memory = field(default_factory=pb.Memory)
     activity: Sequence[pb.Activity] = ()
+    # Steps and waits since the answer before that are not in `activity`.
+    skipped: int = 0
 
     @property
     def state(self) -> str:
@@ -92,6 +94,17 @@ def merged(tallies: Sequence[pb.Tally]) -> pb.Tally:
         weighed = sum(getattr(tally, name) * taken(tally) for tally in tallies)
         setattr(total, name, weighed / max(1, taken(total)))
     return total
+
+
+def difference(tally: pb.Tally, before: pb.Tally) -> pb.Tally:
+    """Return the counts of gradients since an earlier tally, and their means."""
+    found = pb.Tally(staleness_max=tally.staleness_max)
+    for name in ("pushes_applied", "pushes_pending"):
+        setattr(found, name, max(0, getattr(tally, name) - getattr(before, name)))
+    for name in ("staleness_mean", "step_lost"):
+        total = getattr(tally, name) * taken(tally) - getattr(before, name) * taken(before)
+        setattr(found, name, total / max(1, taken(found)))
+    return found
 
 
 def codecs_of(worker: pb.WorkerInfo) -> str:

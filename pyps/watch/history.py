@@ -27,6 +27,10 @@ STEPS_MAX = 50_000
 STEPS_SECONDS = 900.0
 EVENTS_MAX = 2000
 SAME_EVENT_SECONDS, SAME_EVENT_AMONG = 10.0, 300
+# Rates are of so many seconds: a worker's count of steps goes up by whole ones.
+RATE_SECONDS = 5.0
+# What came before one of these tells nothing of now; a change of the settings is one too.
+TURNS = frozenset(("failed", "expired", "found"))
 # Workers whose losses rows have; of more the first by name.
 LOSSES_MAX = 64
 # What a thinner row takes from its newest; of other numbers it has the mean.
@@ -46,19 +50,49 @@ class Server:
     # Times of day: when this life of it began, and since when it has not answered.
     began: float = math.nan
     silent_since: float = math.nan
+    # Its answer right after the last change of protocol or policy in this life, and when that was.
+    base: Answer | None = None
+    since: float | None = None
+    # By worker its counts since then.
+    tallies: Mapping[str, pb.Tally] = field(default_factory=dict)
+    skipped: int = 0
     rates: Mapping[Key, float] = field(default_factory=dict)
+    # Its uptime and counts in the last seconds; none before it has settled.
+    _samples: deque[tuple[float, Mapping[Key, float]]] = field(default_factory=deque)
+    _settles: float = -math.inf
 
     def take(self, answer: Answer, now: float) -> None:
-        before, self.answer, self.error = self.answer, answer, ""
-        seconds = answer.status.uptime_seconds - before.status.uptime_seconds if before else 0.0
-        self.rates = {}
-        if before is None or not 0 < seconds < math.inf:
-            # The first answer of this life.
-            self.began = now - answer.status.uptime_seconds
-            return
-        then = _counts(before)
+        before, was_silent, self.answer, self.error = self.answer, bool(self.error), answer, ""
+        uptime, now_counted = answer.status.uptime_seconds, counts(answer)
+        self.skipped += answer.skipped
+        lives_on = before is not None and 0 < uptime - before.status.uptime_seconds < math.inf
+        if not lives_on:
+            self.began, self.base, self.since = now - uptime, None, None
+        if before is not None and (was_silent or not lives_on):
+            # What workers send again is no speed of theirs.
+            self._settles = now + RATE_SECONDS
+        told = any(_is_change(event.kind, event.message) for event in answer.events)
+        if told if before is None else lives_on and _is_other(before, answer):
+            self.base, self.since = answer, now
+        then = {each.worker_id: each.tally for each in self.base.workers} if self.base else {}
+        self.tallies = {
+            each.worker_id: of.difference(each.tally, then.get(each.worker_id, pb.Tally())) for each in answer.workers
+        }
+        if not lives_on or now < self._settles:
+            self._samples.clear()
+        self._samples.append((uptime, now_counted))
+        while len(self._samples) > 2 and self._samples[1][0] <= uptime - RATE_SECONDS:
+            self._samples.popleft()
         # Who has just come brings counts from before.
-        self.rates = {key: max(0.0, count - then.get(key, count)) / seconds for key, count in _counts(answer).items()}
+        first = {key: (at, count) for at, kept in reversed(self._samples) for key, count in kept.items()}
+        spans = {key: (uptime - first[key][0], count - first[key][1]) for key, count in now_counted.items()}
+        self.rates = {key: max(0.0, count) / seconds for key, (seconds, count) in spans.items() if seconds > 0}
+
+    @property
+    def ages(self) -> Counter[int]:
+        """The gradients since then by staleness."""
+        answer, base = self.answer or Answer(self.address, pb.Status()), self.base or Answer(self.address, pb.Status())
+        return Counter(_buckets(answer)) - Counter(_buckets(base))
 
 
 class History:
@@ -85,6 +119,8 @@ class History:
         self._judged: tuple[Recent, Verdict] | None = None
         # The newest status with workers: what the law says of a run whose workers have left.
         self._staffed: pb.Status | None = None
+        # When what came before stopped to tell of now.
+        self._turns: deque[float] = deque(maxlen=EVENTS_MAX)
 
     def take(self, address: str, answer: Answer | str) -> None:
         """Take one server's answers, with the events, steps and waits since the last ones; or why it gave none."""
@@ -93,12 +129,14 @@ class History:
             self._judged = None
             if isinstance(answer, str):
                 if not server.error:
-                    self.add_event(now, address, "lost", f"no answer: {answer}")
+                    self.add_event(now, address, "lost", f"{address} does not answer: {answer}")
                     server.silent_since = now
                 server.error, server.rates = answer, {}
                 return
             if server.error:
-                self.add_event(now, address, "found", "answers again")
+                self.add_event(now, address, "found", f"{address} answers again")
+            if self._live and server.answer and _is_other(server.answer, answer):
+                self._turns.append(now)
             server.take(answer, now)
             if answer.status.roster:
                 self._staffed = answer.status
@@ -108,7 +146,7 @@ class History:
                 self._take_activity(address, each, now)
 
     def _take_event(self, address: str, event: pb.Event, now: float) -> None:
-        at, told = now - event.age_seconds, (event.kind, event.message, event.worker)
+        at, told = now - event.age_seconds, (*_in_words(event.kind, event.message, event.worker), event.worker)
         # Several servers tell the same, each at its own time.
         known = any(
             each[2] != address and each[3:] == told and abs(each[1] - at) < SAME_EVENT_SECONDS
@@ -143,6 +181,9 @@ class History:
     def add_event(self, at: float, address: str, kind: str, message: str, worker: str = "") -> None:
         with self._lock:
             at = round(at, 3) if 0 <= at < math.inf else self._clock()
+            kind, message = _in_words(kind, message, worker)
+            if kind in TURNS or _is_change(kind, message):
+                self._turns.append(at)
             self._append(self.events, (self._next(), at, address, kind, message, worker), EVENTS_MAX)
 
     def add_row(self, row: Mapping[str, Any]) -> None:
@@ -212,23 +253,25 @@ class History:
         with self._lock:
             if self._judged is None:
                 now, answers = self._clock(), self.answers
-                recent = Recent(answers, reversed(self.steps), reversed(self.waits), now=now)
+                since = max((at for at in self._turns if at <= now), default=-math.inf)
+                recent = Recent(answers, reversed(self.steps), reversed(self.waits), now=now, since=since)
                 silent = {each.address: now - each.silent_since for each in self.servers.values() if each.error}
                 busy = {each.address: each.rates.get("cpu", 0.0) for each in self.servers.values()}
                 self._judged = recent, verdict(answers, recent, silent=silent, busy=busy)
             return self._judged
 
-    def _rate(self, key: Key) -> float:
-        """Return what the servers counted a second, each the same."""
-        return max((server.rates.get(key, 0.0) for server in self.servers.values()), default=0.0)
+    def _rate(self, key: Key) -> float | None:
+        """Return what each server counts a second, as the first one says that answers."""
+        return next((server.rates[key] for server in self.servers.values() if key in server.rates), None)
 
     def _pace(self, worker: str) -> float:
         """Return the steps a second of a worker, from who gets its pushes: others hear of them by heartbeats."""
         pushed = max(self.servers.values(), key=lambda server: server.rates.get((worker, "bytes_in"), 0.0))
         return pushed.rates.get((worker, "steps"), 0.0)
 
-    def _sum(self, key: Key) -> float:
-        return sum(server.rates.get(key, 0.0) for server in self.servers.values())
+    def _sum(self, key: Key) -> float | None:
+        known = [server.rates[key] for server in self.servers.values() if key in server.rates]
+        return sum(known) if known else None
 
     def _row(self, answers: Sequence[Answer]) -> dict[str, Any]:
         workers = workers_of(answers)
@@ -236,7 +279,7 @@ class History:
         losses = [(info.worker_id, info.scalars["loss"]) for info in alive if "loss" in info.scalars]
         rates: dict[str, Any] = {
             "steps": sum(map(self._pace, workers)),
-            **{name: self._rate(name) for name in ("updates", "examples")},
+            "updates": self._rate("updates"),
             **{name: self._sum(name) for name in ("bytes_in", "bytes_out")},
         }
         row = {
@@ -244,14 +287,13 @@ class History:
             "version": max(answer.status.version_max for answer in answers),
             "seen": max(answer.status.examples for answer in answers),
             "alive": max(answer.status.workers_alive for answer in answers),
-            "waited": self._judge()[0].share_waited(),
-            "queue": sum(answer.status.pending_gradients for answer in answers),
+            "waited": self._judge()[0].share_waited(RATE_SECONDS),
+            "queue": max(map(_queue, answers)),
             "loss": dict(losses[:LOSSES_MAX]),
             "cpu": {each.address: each.rates["cpu"] for each in self.servers.values() if "cpu" in each.rates},
-            "memory": {answer.address: answer.memory.resident_bytes for answer in answers},
         }
         if gradients := self._sum("taken"):
-            row["staleness"] = self._sum("staleness") / gradients
+            row["staleness"] = (self._sum("staleness") or 0.0) / gradients
         return {name: value for name, value in row.items() if value != {}}
 
     def _head(self) -> dict[str, Any]:
@@ -282,9 +324,24 @@ class History:
             "sentence": judged.sentence,
             "slow": judged.worker,
             "warnings": list(dict.fromkeys(filter(None, warnings))),
+            "skipped": max((each.skipped for each in self.servers.values()), default=0),
             "servers": [self._server(each, now) for each in self.servers.values()],
             "workers": [self._worker(name, known, recent) for name, known in sorted(workers_of(answers).items())],
-            "staleness": _staleness(answers, self._staffed or status),
+            "staleness": self._staleness(self._staffed or status),
+        }
+
+    def _staleness(self, status: pb.Status) -> dict[str, Any]:
+        """Return what the law and the policies say of the gradients since the last change of either."""
+        buckets = sum((server.ages for server in self.servers.values()), Counter[int]())
+        expected, total = Expected(status), buckets.total()
+        return {
+            "buckets": sorted(map(list, buckets.items())),
+            "mean": sum(stale * count for stale, count in buckets.items()) / max(1, total),
+            "max": max(buckets, default=0),
+            "law": expected.law,
+            "law_words": expected.law_words,
+            "policies": expected.policies(buckets),
+            "since": max((each.since for each in self.servers.values() if each.since is not None), default=None),
         }
 
     def _server(self, server: Server, now: float) -> dict[str, Any]:
@@ -297,7 +354,7 @@ class History:
             "state": answer.state,
             "silent_seconds": now - server.silent_since if server.error else 0,
             "version": answer.status.version_max,
-            "queue": answer.status.pending_gradients,
+            "queue": _queue(answer),
             "cpu": server.rates.get("cpu"),
             "memory": {**kinds, "other": max(0, memory.resident_bytes - sum(kinds.values()))},
             **_fields(answer.status, "checkpoint", "standby"),
@@ -305,22 +362,28 @@ class History:
 
     def _worker(self, name: str, known: Sequence[pb.WorkerInfo], recent: Recent) -> dict[str, Any]:
         latest, tally = known[0], merged([each.tally for each in known])
+        since = merged([server.tallies[name] for server in self.servers.values() if name in server.tallies])
+        costs = _fields(since, "staleness_mean", "step_lost") if of.taken(since) else {}
         figures = recent.workers.get(name, Figures())
+        num_shards = max(1, sum(server.answer.status.num_shards for server in self.servers.values() if server.answer))
         return {
             "name": name,
             **_fields(latest, "state", "host", "device", "message", "silent_seconds"),
             "steps": latest.clock,
             "pace": self._pace(name),
             "loss": latest.scalars.get("loss"),
-            **_fields(tally, "staleness_mean", "staleness_max", "step_lost"),
+            "staleness_mean": None,
+            "step_lost": None,
+            **costs,
+            "staleness_max": tally.staleness_max,
             "waited": figures.share_waited,
             "slower": figures.slower,
             "waits_for": waits_for(known),
             "transport": ", ".join(sorted({each.transport for each in known} - {""})),
             "codecs": of.codecs_of(latest),
-            "applied": of.taken(tally),
-            "rejected": tally.pushes_rejected,
-            "dropped": tally.pushes_dropped,
+            "applied": round(of.taken(tally) / num_shards),
+            "rejected": round(tally.pushes_rejected / num_shards),
+            "dropped": round(tally.pushes_dropped / num_shards),
             **{key: self._sum((name, key)) for key in ("bytes_in", "bytes_out")},
         }
 
@@ -329,32 +392,48 @@ def _fields(message: Any, *names: str) -> dict[str, Any]:
     return {name: getattr(message, name) for name in names}
 
 
-def _counts(answer: Answer) -> dict[Key, float]:
+def counts(answer: Answer) -> dict[Key, float]:
+    """Return what rates are made of."""
     status, tally = answer.status, answer.status.tally
-    counts: dict[Key, float] = {"updates": status.version_max, "examples": status.examples}
-    counts |= {"bytes_in": tally.bytes_in, "bytes_out": tally.bytes_out}
-    counts |= {"taken": of.taken(tally), "staleness": tally.staleness_mean * of.taken(tally)}
-    if status.cpu_seconds:
-        # A server of an earlier version does not say.
-        counts["cpu"] = status.cpu_seconds
+    found: dict[Key, float] = {"updates": status.version_max, "cpu": status.cpu_seconds}
+    found |= {"bytes_in": tally.bytes_in, "bytes_out": tally.bytes_out}
+    found |= {"taken": of.taken(tally), "staleness": tally.staleness_mean * of.taken(tally)}
     for worker in answer.workers:
         name = worker.worker_id
-        counts[name, "steps"] = worker.clock
-        counts[name, "bytes_in"], counts[name, "bytes_out"] = worker.tally.bytes_in, worker.tally.bytes_out
-    return counts
+        found[name, "steps"] = worker.clock
+        found[name, "bytes_in"], found[name, "bytes_out"] = worker.tally.bytes_in, worker.tally.bytes_out
+    return found
 
 
-def _staleness(answers: Sequence[Answer], status: pb.Status) -> dict[str, Any]:
-    buckets: Counter[int] = Counter()
-    for answer in answers:
-        for bucket in answer.staleness.buckets:
-            buckets[bucket.staleness] += bucket.count
-    tally, expected = merged([answer.status.tally for answer in answers]), Expected(status)
-    policies = [
-        {"name": name, "lost": lost, "in_force": in_force} for name, lost, in_force in expected.policies(buckets)
-    ]
-    found = {"buckets": sorted(map(list, buckets.items())), "policies": policies, "mean": tally.staleness_mean}
-    return {**found, "max": tally.staleness_max, "law": expected.law, "law_words": expected.law_words}
+def _queue(answer: Answer) -> int:
+    """Return how many gradients wait, each of several shards."""
+    return math.ceil(answer.status.pending_gradients / max(1, answer.status.num_shards))
+
+
+def _buckets(answer: Answer) -> dict[int, int]:
+    return {bucket.staleness: bucket.count for bucket in answer.staleness.buckets}
+
+
+def _is_change(kind: str, message: str) -> bool:
+    return kind == "configured" and ("protocol" in message or "staleness" in message)
+
+
+def _is_other(before: Answer, answer: Answer) -> bool:
+    """Tell whether another protocol or policy is in force."""
+    then, now = ((each.protocol, each.staleness, each.warming_up) for each in (before.status, answer.status))
+    return then[0] != "" and then != now
+
+
+def _in_words(kind: str, message: str, worker: str) -> tuple[str, str]:
+    """Return an event's kind, "failed" for a worker that left so, and its message with the worker's name in front."""
+    what, found, facts = message.partition(f": worker {worker}")
+    if not worker or not found or not what.startswith("worker"):
+        return kind, message
+    words, facts = worker + what.removeprefix("worker"), facts.removeprefix(", ")
+    if kind == "left":
+        state, _, facts = facts.removeprefix("state ").partition(", message ")
+        kind, words = "failed" if state == "failed" else kind, f"{worker} {state}"
+    return kind, f"{words}: {facts}" if facts else words
 
 
 def _thinned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,8 +1,9 @@
-"""The steps and waits of the last minute, worker by worker."""
+"""The newest steps and waits, worker by worker."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
@@ -11,7 +12,9 @@ from typing import Any, NamedTuple
 
 from pyps.watch.answer import Answer, waits_for, workers_of
 
-WINDOW_SECONDS = 60.0
+# What is said of now is of so many seconds; of slow steps of more, so that each worker has two.
+WINDOW_SECONDS, WINDOW_MOST = 20.0, 60.0
+STEPS_A_WORKER = 2
 STEPS_MAX = 5000
 # A server lists a step this late at most, after later ones of other workers.
 LATE_SECONDS = 10.0
@@ -49,74 +52,79 @@ class Figures:
     # The median of its steps' seconds, and how many times the others' medians' that is; None where not known.
     seconds: float | None = None
     slower: float | None = None
-    # Seconds since it first did anything in the window, since it last did, and for how many it waited.
-    present: float = 0.0
+    # When it was first seen, at the window's start or later; seconds since it last did anything.
+    began: float = math.inf
     idle: float = 0.0
-    waited: float = 0.0
-
-    @property
-    def share_waited(self) -> float:
-        return min(1.0, self.waited / self.present) if self.present > 0 else 0.0
+    share_waited: float = 0.0
 
 
 class Recent:
-    """Steps and waits of the last minute, and the seconds for which each worker was waited for."""
+    """The newest steps and waits of workers that are not gone, after `since`; `steps` and `waits` come newest first."""
 
-    def __init__(self, answers: Sequence[Answer], steps: Iterable[Step], waits: Iterable[Wait], *, now: float):
-        """`steps` and `waits` come newest first."""
-        self.workers: defaultdict[str, Figures] = defaultdict(Figures)
-        self.waited_for: defaultdict[str, float] = defaultdict(float)
-        newest = list(islice(_since(now - WINDOW_SECONDS, steps), STEPS_MAX))
-        # Of many workers a few seconds tell enough.
-        start = newest[-1].ended if len(newest) == STEPS_MAX else now - WINDOW_SECONDS
-        began: dict[str, float] = {}
-        last: dict[str, float] = {}
-
-        def see(each: Step | Wait) -> Figures:
-            name = each.worker
-            began[name] = min(began.get(name, now), max(start, each.began))
-            last[name] = max(last.get(name, start), each.ended)
-            return self.workers[name]
-
-        for step in newest:
-            see(step).steps.append(step)
-        for wait in _since(start, waits):
-            self._add_wait(see(wait), wait.ended - max(start, wait.began), wait.waited_for)
-        waiting = {
-            name: others for name, known in workers_of(answers).items() if name in last and (others := waits_for(known))
-        }
+    def __init__(
+        self,
+        answers: Sequence[Answer],
+        steps: Iterable[Step],
+        waits: Iterable[Wait],
+        *,
+        now: float,
+        since: float = -math.inf,
+    ):
+        known = workers_of(answers)
+        gone = {name for name, infos in known.items() if infos[0].state != "alive"}
+        earliest = max(since, now - WINDOW_MOST)
+        newest = list(islice(_since(earliest, steps), STEPS_MAX))
+        if len(newest) == STEPS_MAX:
+            # Of many workers a few seconds tell enough.
+            earliest = newest[-1].ended
+        self.seconds = now - earliest
+        newest = [step for step in newest if step.worker not in gone]
+        self._waits = [wait for wait in _since(earliest, waits) if wait.worker not in gone]
+        began: defaultdict[str, float] = defaultdict(lambda: math.inf)
+        last: defaultdict[str, float] = defaultdict(lambda: -math.inf)
+        for each in (*newest, *self._waits):
+            began[each.worker] = min(began[each.worker], each.began)
+            last[each.worker] = max(last[each.worker], each.ended)
         # Under way, and so not listed yet.
-        end = now if waiting else max(last.values(), default=now)
-        for name, others in waiting.items():
-            self._add_wait(self.workers[name], end - last[name], others)
+        waiting = {name: waits_for(infos) for name, infos in known.items() if name in last and waits_for(infos)}
+        self._waits += [Wait(0, name, last[name], now, others) for name, others in waiting.items()]
+        self._end = now if waiting else max(last.values(), default=now)
+        steps_of: defaultdict[str, list[Step]] = defaultdict(list)
+        for step in newest:
+            steps_of[step.worker].append(step)
+        reach = [kept[:STEPS_A_WORKER][-1].began for kept in steps_of.values()]
+        start = self._start = max(earliest, min([now - WINDOW_SECONDS, *reach]))
+        self.workers = {name: Figures(began=max(start, at), idle=now - last[name]) for name, at in began.items()}
+        waited, self.waited_for = self._waited_after(start)
         for name, figures in self.workers.items():
-            figures.present, figures.idle = end - began[name], now - last[name]
-        self._compare()
-
-    @property
-    def num_steps(self) -> int:
-        return sum(len(figures.steps) for figures in self.workers.values())
-
-    def share_waited(self, *, without: str = "") -> float:
-        """Return the share of the workers' time for which they waited; that of all but one."""
-        seen = [figures for name, figures in self.workers.items() if name != without]
-        present = sum(figures.present for figures in seen)
-        return min(1.0, sum(figures.waited for figures in seen) / present) if present > 0 else 0.0
-
-    def _add_wait(self, figures: Figures, seconds: float, others: Iterable[str]) -> None:
-        figures.waited += max(0.0, seconds)
-        for name in others:
-            self.waited_for[name] += max(0.0, seconds)
-
-    def _compare(self) -> None:
-        for figures in self.workers.values():
-            if figures.steps:
-                figures.seconds = median(step.ended - step.began for step in figures.steps)
+            figures.steps = [step for step in steps_of[name] if step.ended > start]
+            figures.share_waited = min(1.0, waited[name] / max(1e-9, self._end - figures.began))
+            figures.seconds = median(step.ended - step.began for step in figures.steps) if figures.steps else None
         medians = {name: each.seconds for name, each in self.workers.items() if each.seconds is not None}
         for name, seconds in medians.items():
             others = [each for other, each in medians.items() if other != name]
             of_others = median(others) if others else 0.0
             self.workers[name].slower = seconds / of_others if of_others else None
+
+    @property
+    def num_steps(self) -> int:
+        return sum(len(figures.steps) for figures in self.workers.values())
+
+    def share_waited(self, last_seconds: float = math.inf) -> float:
+        """Return for which share of all workers' time they waited."""
+        start = max(self._start, self._end - last_seconds)
+        present = sum(max(0.0, self._end - max(start, figures.began)) for figures in self.workers.values())
+        return min(1.0, self._waited_after(start)[0].total() / present) if present > 0 else 0.0
+
+    def _waited_after(self, start: float) -> tuple[Counter[str], Counter[str]]:
+        """Return the seconds waited after a time, by who waited and by whom they waited for."""
+        waited, waited_for = Counter[str](), Counter[str]()
+        for wait in self._waits:
+            seconds: Any = max(0.0, wait.ended - max(start, wait.began))
+            waited[wait.worker] += seconds
+            for name in wait.waited_for:
+                waited_for[name] += seconds
+        return waited, waited_for
 
 
 def _since(start: float, newest_first: Iterable[Step | Wait]) -> Iterable[Any]:

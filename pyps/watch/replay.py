@@ -16,8 +16,8 @@ from pyps.storage.plain import push_from_plain
 from pyps.storage.replay import ShardLog, lines_in, log_paths
 from pyps.storage.update_log import UpdateLogError
 from pyps.watch.answer import Answer
-from pyps.watch.history import History
-from pyps.watch.recent import WINDOW_SECONDS
+from pyps.watch.history import History, counts
+from pyps.watch.recent import WINDOW_MOST
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 
@@ -25,8 +25,8 @@ from pyps_wire import inspector_pb2 as pb
 ROWS = 1024
 LINES_A_LOOK = 1000
 # What a log does not say.
-UNKNOWN = ("bytes_in", "bytes_out", "queue", "memory")
-STATES = {"joined": "alive", "back": "alive", "left": "finished", "expired": "expired"}
+UNKNOWN = ("bytes_in", "bytes_out", "queue", "cpu")
+STATES = {"joined": "alive", "back": "alive", "left": "finished", "failed": "failed", "expired": "expired"}
 # A line with its time, and its shard's number or its server's name.
 Timed = tuple[float, int | str, dict[str, Any]]
 
@@ -63,6 +63,7 @@ class _Replay:
         self._history = History([address], live=False, clock=lambda: self._now)
         self._statistics = Statistics()
         self._status = pb.Status(state=common.RUN_STATE_READY)
+        self._configured: dict[str, str] = {}
         self._versions: dict[int, int] = {}
         self._workers: dict[str, pb.WorkerInfo] = {}
         # By worker when it was last heard of, and the server whose waits are taken: all servers log the same ones.
@@ -78,7 +79,9 @@ class _Replay:
         worker = self._workers.setdefault(name, pb.WorkerInfo(worker_id=name)) if name else pb.WorkerInfo()
         if line["event"] == "run":
             self._history.add_event(at, f"{source}", line["kind"], line["message"], name)
-            worker.state = STATES.get(line["kind"], worker.state)
+            *_, kind, message, _ = self._history.events[-1]
+            worker.state = STATES.get(kind, worker.state)
+            worker.message = message.partition(": ")[2] if kind == "failed" else worker.message
         else:
             worker.clock, self._heard[name] = max(worker.clock, line.get("clock", 0)), now
         if isinstance(source, int):
@@ -101,9 +104,7 @@ class _Replay:
 
     def _follow_shard(self, shard_id: int, line: Mapping[str, Any], worker: pb.WorkerInfo) -> None:
         now, status, statistics = self._now, self._status, self._statistics
-        for name, text in (line.get("behaviour") or {}).items():
-            if name in ("protocol", "staleness", "schedule", "warmup"):
-                setattr(status, name, text)
+        self._configured.update(line.get("behaviour") or {})
         match line["event"]:
             case "begin":
                 status.run_id, status.epoch = line["run"]["run_id"], line["run"]["epoch"]
@@ -113,6 +114,9 @@ class _Replay:
                 # Those who leave at the end had a part in it.
                 status.roster[:] = line["workers"]
             case "push":
+                # Of a change after the last push no gradient tells.
+                for text in ("protocol", "staleness", "schedule", "warmup"):
+                    setattr(status, text, self._configured.get(text, ""))
                 self._pushed_at, worker.state, receipt = now, "alive", push_from_plain(line, b"")[1]
                 if shard_id == self._first_shard and receipt.outcome is not Outcome.REJECTED:
                     status.examples += line.get("example_count", 0)
@@ -122,10 +126,12 @@ class _Replay:
                 statistics.pulled(worker.worker_id, 0, now=now)
             case "end":
                 self.num_ended += 1
-        if update := line.get("update"):
-            self._versions[shard_id] = line["version_after"] if "sequence" in line else line["version"]
+        update = line.get("update")
+        if rate := update["rate"] if update else line["event"] == "configure" and line["learning_rate"]:
             status.ClearField("learning_rates")
-            status.learning_rates.add(current=update["rate"])
+            status.learning_rates.add(current=rate)
+        if update:
+            self._versions[shard_id] = line["version_after"] if "sequence" in line else line["version"]
             statistics.scaled(shard_id, [(part["worker_id"], part["rate_scale"]) for part in update["parts"]])
 
     def end(self, *, whole: bool) -> History:
@@ -135,18 +141,26 @@ class _Replay:
         self._now = self._pushed_at or ended
         history.take(self._address, self._answer(at_work=True))
         sentence, slow = history.verdict
+        sentence = f"in the log's last minute: {sentence}"
+        if self._workers and all(worker.state == "failed" for worker in self._workers.values()):
+            why = next(filter(None, (worker.message for worker in self._workers.values())), "no reason is known")
+            sentence = f"all workers have failed ({why}); {sentence}"
         finished = any(event[3] == "finished" for event in history.events)
         history.facts = {
             "state": "finished" if finished else "ended" if whole else "broken off",
-            "sentence": f"in the log's last minute: {sentence}",
+            "sentence": sentence,
             "slow": slow,
             "began": round(self._began, 3),
+            "servers": [],
         }
         self._now = ended
-        # Rates are those of the whole run.
-        nothing = [pb.WorkerInfo(worker_id=name) for name in self._workers]
-        history.take(self._address, Answer(self._address, pb.Status(), nothing))
-        history.take(self._address, self._answer())
+        answer = self._answer()
+        history.take(self._address, answer)
+        # Those of the whole run; of bytes there are none.
+        seconds = max(1e-9, answer.status.uptime_seconds)
+        history.servers[self._address].rates = {
+            key: count / seconds for key, count in counts(answer).items() if key[-1] == "steps"
+        }
         return history
 
     def _take_steps(self, now: float) -> None:
@@ -170,9 +184,9 @@ class _Replay:
         for worker in workers:
             worker.tally.CopyFrom(tally_of(self._statistics.worker(worker.worker_id)))
             worker.silent_seconds = max(0.0, now - self._heard.get(worker.worker_id, self._began))
-            if at_work and worker.silent_seconds < WINDOW_SECONDS:
+            if at_work and worker.silent_seconds < WINDOW_MOST:
                 worker.state = "alive"
         status.tally.CopyFrom(tally_of(total))
         status.uptime_seconds, status.workers_alive = now - self._began, sum(each.state == "alive" for each in workers)
-        status.version_max = max(self._versions.values(), default=0)
+        status.version_max, status.num_shards = max(self._versions.values(), default=0), len(self._versions)
         return Answer(self._address, status, workers, staleness=histogram_of(total))

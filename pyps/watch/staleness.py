@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 from pyps.core import protocols, staleness
 from pyps.core.protocols.base import Aggregation
@@ -43,11 +44,17 @@ class Expected:
     def law_words(self) -> str:
         return f"(L-1)/c = ({self.num_workers}-1)/{self.gradients_per_update}" if self.law is not None else ""
 
-    def policies(self, buckets: Mapping[int, int]) -> Iterator[tuple[str, float, bool]]:
-        """Yield each policy's name, what it takes of the steps of these gradients, and whether it is in force."""
-        for name, kind in staleness.POLICIES.items():
-            in_force = self.policy if self.policy and self.policy.name == name else None
-            yield name, self.lost(in_force or kind(), buckets), in_force is not None
+    def policies(self, buckets: Mapping[int, int]) -> list[dict[str, Any]]:
+        """Return what each policy takes of the steps of these gradients."""
+        mine = self.policy.name if self.policy else ""
+        return [
+            {
+                "name": name,
+                "lost": self.lost((name == mine and self.policy) or kind(), buckets),
+                "in_force": name == mine,
+            }
+            for name, kind in staleness.POLICIES.items()
+        ]
 
     def lost(self, policy: StalenessPolicy, buckets: Mapping[int, int]) -> float:
         """Return the share of the step that a policy takes of so many gradients by their staleness."""

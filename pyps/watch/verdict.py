@@ -16,6 +16,7 @@ from pyps_wire import inspector_pb2 as pb
 
 # Below these nothing is said: a wait that is no more than jitter, a speed that is about the same.
 WAITED_LEAST, SLOWER_LEAST, LOST_LEAST, REFUSED_LEAST = 0.05, 1.2, 0.2, 0.1
+REFUSED_ALONE = 0.8
 NOBODY_MOST = 0.005
 # A server's event loop is one thread; kernels take further ones.
 BUSY_LEAST, BUSY_MOST = 0.9, 1.15
@@ -54,9 +55,10 @@ def _cases(
     if states & {"finished", "draining"}:
         version = max(answer.status.version_max for answer in answers)
         yield Verdict(f"the run {'is finished' if 'finished' in states else 'ends'}, at version {version:,}")
-    for address, seconds in silent.items():
-        since = f"has not answered for {in_seconds(seconds)}" if seconds >= 1 else "does not answer"
-        yield Verdict(f"server {address} {since}: if it is gone, every worker waits for it")
+    if silent:
+        do, seconds = "does not answer" if len(silent) == 1 else "do not answer", max(silent.values())
+        since = f" since {in_seconds(seconds)}" if seconds >= 1 else ""
+        yield Verdict(f"{' and '.join(silent)} {do}{since}: every worker waits for a server that is gone")
     if not answers:
         yield Verdict("no server has answered yet")
         return
@@ -75,8 +77,9 @@ def _cases(
         have = "has" if missing == 1 else "have"
         yield Verdict(f"the run waits for {counted(missing, 'worker')} that {have} not pushed yet")
     if not alive:
-        finished = {known[0].state for known in workers.values()} == {"finished"}
-        yield Verdict("all workers have finished" if finished else "no worker is alive: the run waits for one")
+        ends = {known[0].state for known in workers.values()}
+        ended = f"all workers have {next(iter(ends))}" if ends in ({"finished"}, {"failed"}) else "no worker is alive"
+        yield Verdict(ended if ends == {"finished"} else f"{ended}: the run waits for one")
     if expected.protocol is not None and expected.protocol.coordinated:
         work = answers[0].work
         portions = f"{work.done:,} of {counted(work.num_portions, 'portion')}"
@@ -85,24 +88,26 @@ def _cases(
         if name in workers:
             yield from _held_up(name, workers[name][0], recent.workers.get(name), f"{_wait(count)} for {name}")
     if not recent.num_steps:
-        yield Verdict(f"{counted(len(alive), 'worker')} alive, and no gradient in the last minute")
+        yield Verdict(
+            f"{counted(len(alive), 'worker')} alive, and no gradient in the last {in_seconds(recent.seconds)}"
+        )
     few = "" if recent.num_steps >= STEPS_LEAST * len(alive) else f"so far ({counted(recent.num_steps, 'gradient')}): "
     slowest = max(recent.workers, key=lambda name: recent.workers[name].slower or 0.0)
+    share = recent.share_waited()
+    nobody = "nobody waits" if share < NOBODY_MOST else f"workers wait {_part(share)}"
+    found = list(_refused(recent, protocol, alone=True))
     if len(alive) > 1:
-        yield from (
-            Verdict(few + found.sentence, found.worker) for found in _waits(workers, recent, expected, protocol)
-        )
+        found += _waits(recent, expected, protocol, slowest)
     for address, cores in busy.items():
         if BUSY_LEAST <= cores <= BUSY_MOST:
-            yield Verdict(f"server {address} is always busy ({cores:.2f} cores): workers may wait for its answers")
-    share = recent.share_waited()
-    nobody = "nobody waits" if share < NOBODY_MOST else f"workers wait {share:.0%} of their time"
-    found = _costs(recent, expected, protocol, slowest, nobody)
+            words = f"server {address} is always busy ({cores:.2f} cores): workers may wait for its answers"
+            found.append(Verdict(words))
+    found += [*_refused(recent, protocol), *_stale(recent, expected, slowest, nobody)]
+    least = "nothing holds the run back"
+    if len(alive) > 1 and _is_slow(recent, slowest):
+        found.append(Verdict(f"{least}: {nobody} for {slowest}, which is {_slower(recent, slowest)}", slowest))
+    found.append(Verdict(least + (f": {nobody}" if len(alive) > 1 else "")))
     yield from (Verdict(few + each.sentence, each.worker) for each in found)
-    if len(alive) > 1 and _is_slow(recent.workers[slowest]):
-        words = f"{nobody} for {slowest}, which is {_slower(recent, slowest)}"
-        yield Verdict(f"{few}nothing holds the run back: {words}", slowest)
-    yield Verdict(f"{few}nothing holds the run back" + (f": {nobody}" if len(alive) > 1 else ""))
 
 
 def _held_up(name: str, info: pb.WorkerInfo, figures: Figures | None, who_waits: str) -> Iterator[Verdict]:
@@ -111,64 +116,64 @@ def _held_up(name: str, info: pb.WorkerInfo, figures: Figures | None, who_waits:
         yield Verdict(f"{who_waits}, which is gone ({info.state})", name)
     elif info.silent_seconds >= SILENT_SECONDS:
         yield Verdict(f"{who_waits}, which has been silent for {in_seconds(info.silent_seconds)}", name)
-    elif figures is None or figures.seconds is None:
-        yield Verdict(f"{who_waits}, of which no gradient has come yet", name)
-    elif figures.idle >= max(LONG_SECONDS, LONG_TIMES * figures.seconds):
+    elif figures is not None and figures.idle >= max(LONG_SECONDS, LONG_TIMES * (figures.seconds or 0.0)):
         yield Verdict(f"{who_waits}, whose step has taken {in_seconds(figures.idle)} so far", name)
 
 
-def _waits(
-    workers: Mapping[str, Sequence[pb.WorkerInfo]], recent: Recent, expected: Expected, protocol: str
-) -> Iterator[Verdict]:
+def _waits(recent: Recent, expected: Expected, protocol: str, slowest: str) -> Iterator[Verdict]:
     """Yield what is to be said of waits for other workers."""
     share = recent.share_waited()
     if share < WAITED_LEAST:
         return
     if isinstance(expected.protocol, Serial):
         yield Verdict(f"under {protocol} one worker computes at a time: workers wait for their turn {_part(share)}")
-    waited = sum(figures.waited for figures in recent.workers.values())
-    name = max(recent.waited_for, key=recent.waited_for.__getitem__, default="")
-    for_it, of_others = recent.waited_for[name] / waited, _part(recent.share_waited(without=name))
-    if name in workers and for_it >= 0.5:
-        info, figures = workers[name][0], recent.workers[name]
-        if info.state != "alive":
-            yield Verdict(f"others waited for {name}, which is gone ({info.state}): {of_others} lately", name)
-        elif _is_slow(figures):
+    if _is_slow(recent, slowest):
+        if recent.waited_for[slowest] >= max(recent.waited_for.values()) / 2:
             lead = "all"
             if isinstance(expected.protocol, Ssp) and expected.protocol.s:
                 lead = f"the others, at most {counted(expected.protocol.s, 'step')} ahead,"
-            yield Verdict(f"{name} is {_slower(recent, name)}; under {protocol} {lead} wait for it: {of_others}", name)
-        elif for_it >= 0.8 and len(workers) > 2:
-            why = "though most of its steps take no longer than theirs"
-            yield Verdict(f"under {protocol} the others wait for {name}, {why}: {of_others}", name)
+            words = f"under {protocol} {lead} wait for it: {_part(share)}"
+            yield Verdict(f"{slowest} is {_slower(recent, slowest)}; {words}", slowest)
+        yield Verdict(f"under {protocol} workers wait for one another {_part(share)}")
     yield Verdict(f"under {protocol} workers wait for one another {_part(share)}; none is much slower than the rest")
 
 
-def _costs(recent: Recent, expected: Expected, protocol: str, slowest: str, nobody: str) -> Iterator[Verdict]:
-    """Yield what is to be said of gradients that were refused, or taken in part."""
-    steps = [step for figures in recent.workers.values() for step in figures.steps]
-    refused = Counter(step.worker for step in steps if step.outcome == "rejected")
-    if (count := sum(refused.values())) >= REFUSED_LEAST * len(steps):
-        name, most = refused.most_common(1)[0]
-        whose, about = "", ""
-        if most > count / 2 and len(recent.workers) > 1:
-            slower = f", which is {_slower(recent, name)}" if _is_slow(recent.workers[name]) else ""
-            whose, about = f", most of them {name}'s{slower}", name
-        yield Verdict(f"{count / len(steps):.0%} of the gradients are refused under {protocol}{whose}", about)
+def _refused(recent: Recent, protocol: str, *, alone: bool = False) -> Iterator[Verdict]:
+    """Yield what is to be said of gradients that were refused; `alone`: of a worker that nearly only has such."""
+    all_steps = {name: figures.steps for name, figures in recent.workers.items() if figures.steps}
+    refused = Counter(step.worker for steps in all_steps.values() for step in steps if step.outcome == "rejected")
+    if not refused or (len(all_steps) < 2 and alone):
+        return
+    name = max(refused, key=lambda each: (refused[each] / len(all_steps[each]), refused[each]))
+    share, slower = refused[name] / len(all_steps[name]), ""
+    if _is_slow(recent, name):
+        slower = f": it is {_slower(recent, name)}"
+    if alone and share >= REFUSED_ALONE and refused[name] >= STEPS_LEAST:
+        yield Verdict(f"under {protocol} {share:.0%} of {name}'s gradients are refused{slower}", name)
+    of_all = refused.total() / recent.num_steps
+    if not alone and of_all >= REFUSED_LEAST:
+        yield Verdict(f"under {protocol} {of_all:.0%} of the gradients are refused")
+
+
+def _stale(recent: Recent, expected: Expected, slowest: str, nobody: str) -> Iterator[Verdict]:
+    """Yield what is to be said of gradients that were taken in part."""
     if (policy := expected.policy) is None or len(recent.workers) < 2:
         return
-    lost = expected.lost(policy, Counter(step.staleness for step in steps))
-    if lost < LOST_LEAST:
+    ages = {
+        name: Counter(step.staleness for step in figures.steps if step.outcome != "rejected")
+        for name, figures in recent.workers.items()
+    }
+    if (lost := expected.lost(policy, sum(ages.values(), Counter()))) < LOST_LEAST:
         return
-    of_it = expected.lost(policy, Counter(step.staleness for step in recent.workers[slowest].steps))
+    of_it = expected.lost(policy, ages[slowest])
     words = f"{nobody}; staleness takes {lost:.0%} of the steps under {policy.text}"
-    if _is_slow(recent.workers[slowest]) and of_it > lost:
+    if _is_slow(recent, slowest) and of_it > lost:
         yield Verdict(f"{words}, {slowest}'s {of_it:.0%}: it is {_slower(recent, slowest)}", slowest)
     yield Verdict(words)
 
 
-def _is_slow(figures: Figures) -> bool:
-    return (figures.slower or 0.0) >= SLOWER_LEAST
+def _is_slow(recent: Recent, name: str) -> bool:
+    return (recent.workers[name].slower or 0.0) >= SLOWER_LEAST
 
 
 def _slower(recent: Recent, name: str) -> str:
@@ -176,7 +181,7 @@ def _slower(recent: Recent, name: str) -> str:
 
 
 def _part(share: float) -> str:
-    return f"{share:.0%} of their time"
+    return f"{share:.0%} of the workers' time"
 
 
 def _wait(count: int) -> str:

@@ -87,6 +87,7 @@ class Asked:
         # A server whose run was reset numbers from 1 too.
         known = self._activity if reply.newest >= self._activity else 0
         activity = [each for each in reply.activities if each.number > known]
+        skipped = activity[0].number - known - 1 if known and activity else 0
         self._lags = len(reply.activities) >= ACTIVITY_MAX
         self._activity = reply.newest
         return Answer(
@@ -98,4 +99,5 @@ class Asked:
             staleness=control.call("GetStaleness", pb.GetStalenessRequest()),
             memory=control.call("GetMemory", pb.GetMemoryRequest()),
             activity=activity,
+            skipped=skipped,
         )

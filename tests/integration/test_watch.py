@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import threading
+from collections.abc import Sequence
 from itertools import pairwise
 
 import psutil
@@ -18,9 +19,12 @@ import pytest
 
 from client_support import addresses, gradients_like, make_client, small_model
 from pyps.control import Control
+from pyps.watch import answer as answers
+from pyps.watch import watch as asking
 from pyps.watch.history import History
 from pyps.watch.watch import Asked, Watch
 from pyps_client.launch import parse_servers
+from pyps_wire import inspector_pb2 as pb
 from support import child_environment, replace_file, shell, status_of, wait_until
 from wire_worker import WireWorker
 
@@ -54,10 +58,10 @@ def test_who_holds_the_others_up_is_known_from_one_look(start_server):
         ended.set()
         for worker in workers:
             worker.join()
-    words = r"slow is (.*) times slower than the rest; under hardsync all wait for it: (\d+)% of their time"
+    words = r"slow is (.*) times slower than the rest; under hardsync all wait for it: (\d+)% of the workers' time"
     for sentence in (history.verdict.sentence, shown):
         found = re.match(words, sentence)
-        assert found and float(found[1]) > 2 and 50 < int(found[2]) < 100, sentence
+        assert found and float(found[1]) > 2 and 25 < int(found[2]) <= 50, sentence
     assert history.verdict.worker == "slow"
     # Two servers list each step, and it is one.
     steps = [step for step in history.steps if step.worker == "slow"]
@@ -99,7 +103,7 @@ def test_a_server_that_died_is_found_again_at_another_address(start_server, tmp_
     for name in ("a", "b", "c"):
         with make_client(server.data, worker_id=name, run_id="run") as client:
             client.push(gradients_like(small_model(), seed=0))
-    has("worker left: worker c")
+    has("c finished")
     server.stop()
     has("no server answers on")
     with make_client(moved.data, worker_id="w-7") as client:
@@ -107,7 +111,7 @@ def test_a_server_that_died_is_found_again_at_another_address(start_server, tmp_
         replace_file(file, f"{moved.control}\n")
         has("answers again")
         # Events of another server, which numbers them from 1, and the steps.
-        has("worker joined: worker w-7")
+        has("w-7 joined")
         wait_until(lambda: history.steps and history.rows, what="its step and a row")
     watch.close()
 
@@ -134,6 +138,29 @@ def test_the_charts_of_a_run_are_drawn_in_a_terminal_until_it_is_told_to_end(sta
             seen += os.read(terminal, 1 << 16)
     assert shown.wait(30) == 0 and b"Traceback" not in seen
     os.close(terminal)
+
+
+def test_steps_that_a_look_had_no_room_for_are_counted(start_server, monkeypatch):
+    for module in (asking, answers):
+        monkeypatch.setattr(module, "ACTIVITY_MAX", 3)
+    server = start_server("--protocol=async")
+    history, asked = History([server.control]), Asked()
+    with WireWorker(server.data, "w") as worker, Control(server.control, token="") as control:
+        worker.join()
+
+        def look_after(num_steps: int) -> tuple[int, int]:
+            newest = sum(each.updates for each in asked_all())
+            for _ in range(num_steps):
+                worker.push(worker.push_request(1.0))
+            wait_until(lambda: sum(each.updates for each in asked_all()) == newest + num_steps, what="its steps")
+            history.take(server.control, asked.answer(control, server.control))
+            return len(history.steps), history.to_json()["skipped"]
+
+        def asked_all() -> Sequence[pb.Activity]:
+            return control.call("ListActivity", pb.ListActivityRequest(limit=100)).activities
+
+        # The first look needs no more than the newest, and one that lags goes on with them.
+        assert [look_after(steps) for steps in (5, 2, 3, 8, 3)] == [(3, 0), (5, 0), (8, 0), (11, 5), (14, 5)]
 
 
 def test_asking_a_server_costs_it_less_than_a_hundredth_of_a_core(start_server_process):

@@ -57,12 +57,94 @@ def test_rates_go_by_the_servers_own_clock_and_a_new_life_of_it_begins_anew(cloc
     shown = history.to_json()
     assert [(server["error"], server["silent_seconds"]) for server in shown["servers"]] == [("", 0), ("gone", 2)]
     history.take("b", answer("b", uptime=1, version=130))
-    assert [event[2:5] for event in history.to_json(shown["number"])["events"]] == [["b", "found", "answers again"]]
+    assert [event[2:5] for event in history.to_json(shown["number"])["events"]] == [["b", "found", "b answers again"]]
     for address in ("a", "b"):
         history.take(address, "gone")
     # What was known last is shown of a run whose servers have ended.
     assert (history.to_json()["version"], len(history.to_json()["workers"])) == (130, 1)
-    assert shown["events"][0][2:5] == ["b", "lost", "no answer: gone"]
+    assert shown["events"][0][2:5] == ["b", "lost", "b does not answer: gone"]
+
+
+def test_rates_are_of_the_last_seconds_and_add_up_to_the_counts(clock):
+    history = History(["a", "b"], clock=clock)
+    for second in range(41):
+        clock.now += 1
+        for address in ("a", "b"):
+            # A step every 0.8 s, and the servers' versions a moment apart; each gradient has two shards.
+            steps = int((second + 0.2 * (address == "b")) / 0.8)
+            given = answer(address, uptime=10 + second, version=steps, clock=steps)
+            given.status.num_shards, given.status.pending_gradients = 2, 6 if address == "a" else 4
+            history.take(address, given)
+        history.tick()
+    rows = history.rows[1:]
+    assert all(row["steps"] == pytest.approx(1.25, abs=0.26) for row in rows[5:])
+    for name in ("steps", "updates"):
+        assert sum(row[name] for row in rows) == pytest.approx(50, rel=0.03)
+    assert {row["queue"] for row in rows} == {3}
+
+    # A server that comes back is sent much again.
+    history.take("a", "gone")
+    for uptime, steps in ((1.0, 0), (2.0, 5000), (3.0, 5001)):
+        clock.now += 1
+        history.take("a", answer("a", uptime=uptime, version=50, clock=steps))
+        assert (row_of(history, "steps")[0] or 0.0) < 2
+
+
+def test_time_waited_is_that_of_the_last_seconds(clock):
+    history = History(["a"], clock=clock)
+    workers = [pb.WorkerInfo(worker_id=name, state="alive") for name in "vw"]
+    for second in range(30):
+        clock.now += 1
+        history.add_step("w", clock.now - 1, clock.now)
+        if second < 20:
+            history.add_wait("v", clock.now - 1, clock.now, ["w"])
+        else:
+            history.add_step("v", clock.now - 1, clock.now)
+        history.take("a", Answer("a", pb.Status(state=3, uptime_seconds=second), workers))
+        history.tick()
+    assert [row["waited"] for row in history.rows[:20]] == [0.5] * 20
+    assert [row["waited"] for row in history.rows[20:26]] == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0, 0.0])
+
+
+def test_what_staleness_costs_is_of_the_gradients_since_the_last_change(clock):
+    history = History(["a"], clock=clock)
+
+    def shown(protocol: str, uptime: float, ages: dict[int, int], **facts) -> dict:
+        clock.now = 1000 + uptime
+        buckets = [pb.StalenessHistogram.Bucket(staleness=age, count=count) for age, count in ages.items()]
+        status = pb.Status(uptime_seconds=uptime, protocol=protocol, staleness="constant", roster=["v", "w"])
+        worker = pb.WorkerInfo(worker_id="w", tally=pb.Tally(**facts))
+        history.take("a", Answer("a", status, [worker], staleness=pb.StalenessHistogram(buckets=buckets)))
+        found = history.to_json()
+        return {**found["staleness"], "costs": [found["workers"][0][name] for name in ("staleness_mean", "step_lost")]}
+
+    before = shown("async", 1.0, {0: 10, 4: 10}, pushes_applied=20, staleness_mean=2.0, step_lost=0.4)
+    assert (before["buckets"], before["since"], before["costs"]) == ([[0, 10], [4, 10]], None, [2.0, 0.4])
+    at_change = shown("hardsync", 2.0, {0: 10, 4: 10}, pushes_applied=20, staleness_mean=2.0, step_lost=0.4)
+    assert (at_change["buckets"], at_change["since"], at_change["costs"]) == ([], 1002.0, [None, None])
+    after = shown("hardsync", 3.0, {0: 30, 4: 10}, pushes_applied=40, staleness_mean=1.0, step_lost=0.2)
+    assert (after["buckets"], after["mean"], after["max"], after["costs"]) == ([[0, 20]], 0, 0, [0.0, 0.0])
+    # A server that starts again counts anew.
+    assert shown("hardsync", 0.5, {0: 1}, pushes_applied=1)["since"] is None
+
+
+def test_who_failed_is_told_in_plain_words_and_from_who_left(clock):
+    history = History(["a"], clock=clock)
+    for kind, worker, message in (
+        ("left", "v", "worker left: worker v, state failed, message its process has ended"),
+        ("left", "w", "worker left: worker w, state finished, message state failed"),
+        ("expired", "x", "worker's lease ran out: worker x, silent seconds 9"),
+        ("joined", "y", "worker joined: worker y"),
+        ("configured", "", "settings changed: protocol async"),
+    ):
+        history.add_event(1.0, "a", kind, message, worker)
+    assert [event[3:5] for event in history.to_json()["events"]] == [
+        ["failed", "v failed: its process has ended"],
+        ["left", "w finished: state failed"],
+        ["expired", "x's lease ran out: silent seconds 9"],
+        ["joined", "y joined"],
+        ["configured", "settings changed: protocol async"],
+    ]
 
 
 def test_an_answer_has_what_came_since_or_everything(clock):

@@ -75,36 +75,39 @@ def even(protocol="async", policy="divide", *, staleness=2, **options):
 
 TIMES = "4.0 times slower than the rest"
 STALE = "nobody waits; staleness takes"
-SHARE = "75% of their time"
+SHARE = "50% of the workers' time"
 CASES = (
     (barrier(), f"w2 is {TIMES}; under hardsync all wait for it: {SHARE}"),
     (barrier("ssp:s=3"), f"w2 is {TIMES}; under ssp:s=3 the others, at most 3 steps ahead, wait for it: {SHARE}"),
-    (barrier(slow=0.1).worker("w2", state="failed"), f"others waited for w2, which is gone (failed): {SHARE} lately"),
+    # Of a worker that is gone nothing is said, nor is anybody compared with it.
     (
-        barrier(slow=0.1),
-        f"under hardsync the others wait for w2, though most of its steps take no longer than theirs: {SHARE}",
+        barrier(slow=0.2).steps("w3", 9.0, count=6).worker("w3", state="failed"),
+        f"w2 is 2.0 times slower than the rest; under hardsync all wait for it: {SHARE}",
     ),
-    (late(), "under hardsync workers wait for one another 40% of their time; none is much slower than the rest"),
-    (turns(), "under serial one worker computes at a time: workers wait for their turn 67% of their time"),
+    (late(), "under hardsync workers wait for one another 40% of the workers' time; none is much slower than the rest"),
+    (turns(), "under serial one worker computes at a time: workers wait for their turn 67% of the workers' time"),
     (held(state="expired"), "2 workers wait for w2, which is gone (expired)"),
     (held(silent_seconds=12.0), "2 workers wait for w2, which has been silent for 12.0 s"),
     (held(), "2 workers wait for w2, whose step has taken 8.0 s so far"),
-    (even().worker("w0", waits_for=["w2"]), "1 worker waits for w2, of which no gradient has come yet"),
     (even().steps("w2", 0.4, staleness=10, count=9), f"{STALE} 54% of the steps under divide, w2's 90%: it is {TIMES}"),
     (even(), f"{STALE} 50% of the steps under divide"),
     (even(count=2), f"so far (4 gradients): {STALE} 50% of the steps under divide"),
     (
-        even("backup:b=1", staleness=0).steps("w2", 0.4, count=10, outcome="rejected", reason="dropped"),
-        f"11% of the gradients are refused under backup:b=1, most of them w2's, which is {TIMES}",
+        even("backup:b=1", staleness=0).steps("w2", 0.4, count=5, outcome="rejected", reason="dropped"),
+        f"under backup:b=1 100% of w2's gradients are refused: it is {TIMES}",
+    ),
+    (
+        even(staleness=0).steps("w0 w1", 0.1, count=5, outcome="rejected", reason="stale"),
+        "under async 11% of the gradients are refused",
     ),
     (even(policy="none"), "nothing holds the run back: nobody waits"),
     (even(policy="none").steps("w2", 0.4), f"nothing holds the run back: nobody waits for w2, which is {TIMES}"),
     (
         Run().steps("w0", 0.3, every=0.31, waited_for=["w1"]).steps("w1", 0.3, every=0.31),
-        "nothing holds the run back: workers wait 2% of their time",
+        "nothing holds the run back: workers wait 2% of the workers' time",
     ),
     (Run(roster=["w0"]).steps("w0", 0.1), "nothing holds the run back"),
-    (Run(), "3 workers alive, and no gradient in the last minute"),
+    (Run(), "3 workers alive, and no gradient in the last 60.0 s"),
     (Run(state=1), "no run yet: a worker starts it"),
     (Run(state=2), "the run waits for its first parameters"),
     (Run(state=6), "only a standby answers: another server serves the run"),
@@ -113,11 +116,12 @@ CASES = (
     (Run(workers_missing=2), "the run waits for 2 workers that have not pushed yet"),
     (Run(roster=[]), "no worker is alive: the run waits for one"),
     (Run(roster=[]).worker("w0", state="finished"), "all workers have finished"),
+    (Run(roster=[]).worker("w0", state="failed"), "all workers have failed: the run waits for one"),
     (Run("sandblaster"), "under sandblaster a coordinator leads: 3 of 8 portions of this pass are done"),
     # A name is no command to a terminal.
     (
-        Run(roster=["\x1b[2J"]).worker("w0", waits_for=["\x1b[2J"]),
-        "1 worker waits for ?[2J, of which no gradient has come yet",
+        Run(roster=["\x1b[2J"]).worker("w0", waits_for=["\x1b[2J"]).worker("\x1b[2J", silent_seconds=12.0),
+        "1 worker waits for ?[2J, which has been silent for 12.0 s",
     ),
 )  # fmt: skip
 
@@ -128,6 +132,35 @@ def test_what_holds_a_run_back(run, words):
     assert sentence == words
     # The worker that the page marks.
     assert worker.replace("\x1b", "?") == next((name for name in ("w2", "?[2J") if name in words), "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("configured", "settings changed: protocol async, staleness divide"),
+        ("expired", "worker's lease ran out: worker w2, silent seconds 9"),
+        ("left", "worker left: worker w2, state failed, message its process has ended"),
+    ],
+)
+def test_what_was_before_a_change_or_a_death_is_not_said_of_now(kind, message):
+    run = Run().steps("w0 w1", 0.1, every=0.4, until=NOW - 2, waited_for=["w2"]).steps("w2", 0.4, until=NOW - 2)
+    run.steps("w0 w1", 0.1, count=20)
+    assert "under hardsync all wait for it" in run.verdict().sentence
+    event = pb.Event(age_seconds=2.0, kind=kind, message=message, worker="w2" if "w2" in message else "")
+    assert run.verdict(events=[event]).sentence == "nothing holds the run back: nobody waits"
+
+
+def test_the_end_of_a_warm_up_which_no_event_tells_is_a_change():
+    run = barrier()
+    run.status |= {"warmup": "updates=9,protocol=hardsync", "warming_up": True}
+    assert "all wait for it" in run.verdict().sentence
+    run.status |= {"warming_up": False, "protocol": "async"}
+    assert run.verdict().sentence == "3 workers alive, and no gradient in the last 0.0 s"
+
+
+def test_of_slow_steps_more_is_looked_at_than_the_last_seconds():
+    run = Run().steps("w0 w1", 2.0, every=15.0, count=3, waited_for=["w2"]).steps("w2", 15.0, count=3)
+    assert "7.5 times slower than the rest; under hardsync all wait for it: 58%" in run.verdict().sentence
 
 
 def test_a_server_that_is_always_busy_or_does_not_answer():
@@ -141,4 +174,4 @@ def test_a_server_that_is_always_busy_or_does_not_answer():
     assert history.verdict == ("no server has answered yet", "")
     history.take("a", Answer("a", pb.Status(state=READY)))
     history.take("b", "gone")
-    assert history.verdict == ("server b does not answer: if it is gone, every worker waits for it", "")
+    assert history.verdict == ("b does not answer: every worker waits for a server that is gone", "")

@@ -30,7 +30,8 @@ def logged(folder: Path) -> list[Path]:
         log.note(WAIT)
     for shard_id in run.content.shards:
         run.push(PushPlan(shard_id, gradient(np.ones(SHARD_SIZE), worker_id="b")))
-    run.leave("r", "b", 1, failed=False, message="")
+    run.leave("r", "b", 1, failed=True, message="its process has ended")
+    run.configure(protocol="hardsync", learning_rate=0.25)
     log.end()
     return sorted(folder.rglob("*.jsonl"))
 
@@ -64,17 +65,24 @@ def test_a_log_gives_the_history_that_the_run_had(tmp_path):
     assert (shown["live"], shown["state"], shown["run"], shown["protocol"], shown["staleness_policy"]) == (
         *(False, "ended", "r", "async", "divide"),
     )
-    assert (shown["version"], shown["examples"], shown["rule"], shown["rate"], shown["slow"]) == (5, 32, "sgd", 1.0, "")
+    assert (shown["version"], shown["examples"], shown["rule"], shown["rate"], shown["slow"]) == (
+        5,
+        32,
+        "sgd",
+        0.25,
+        "",
+    )
     assert shown["sentence"].startswith("in the log's last minute: ")
     a, b = shown["workers"]
-    assert (a["state"], a["loss"], a["steps"], a["applied"], a["step_lost"]) == ("alive", 0.25, 4, 8, 0)
-    assert (b["state"], b["staleness_max"], b["step_lost"], b["pace"]) == ("finished", 4, 0.75, 0)
+    assert (a["state"], a["loss"], a["steps"], a["applied"], a["step_lost"]) == ("alive", 0.25, 4, 4, 0)
+    assert (b["state"], b["staleness_max"], b["step_lost"], b["pace"]) == ("failed", 4, 0.75, 0)
+    assert (b["bytes_in"], shown["servers"]) == (None, [])
     assert shown["staleness"]["buckets"] == [[0, 8], [4, 2]]
     assert a["pace"] == pytest.approx(4 / (shown["now"] - shown["began"]))
     last = shown["rows"][-1]
     assert (last["version"], last["seen"], last["alive"], last["loss"]) == (5, 32, 1, {"a": 0.25})
-    assert [event[2:4] for event in shown["events"] if event[5] == "b" and event[3] == "left"] == [
-        *(["server 0", "left"], ["server 1", "left"]),
+    assert [event[2:5] for event in shown["events"] if event[3] == "failed"] == [
+        [f"server {index}", "failed", "b failed: its process has ended"] for index in range(2)
     ]
 
 
@@ -82,8 +90,9 @@ def test_a_log_that_ends_early_gives_the_part_that_is_whole(tmp_path):
     spread(logged(tmp_path))
     for path in tmp_path.rglob("shard-*.jsonl"):
         lines = path.read_bytes().splitlines(keepends=True)
-        # The end is missing, and half of the push before.
-        path.write_bytes(b"".join(lines[:-2]) + lines[-2][:40])
+        # What follows the last push is missing, and half of that.
+        last = max(number for number, line in enumerate(lines) if decode(line)["event"] == "push")
+        path.write_bytes(b"".join(lines[:last]) + lines[last][:40])
     shown = replayed(tmp_path).to_json()
     assert (shown["state"], shown["version"], len(shown["steps"])) == ("broken off", 4, 4)
 
