@@ -32,20 +32,18 @@ class Chart {
 
   create({ lines, band }, data) {
     this.forget();
-    const colours = look(), timed = this.timed(), narrow = this.box.clientWidth < 460;
-    const axis = { stroke: colours.quiet, font: colours.small, ticks: { show: false }, grid: { stroke: colours.grid, width: 1 } };
+    const colours = look(), timed = this.timed(), grid = { stroke: colours.grid, width: 1 };
+    const axis = { stroke: colours.quiet, font: colours.small, ticks: { show: false }, grid };
+    const of = (format) => (_, ticks) => ticks.map((tick) => format(tick));
+    // Of small ticks as many digits as tell one from the next.
+    const exact = (tick) => this.format === number && Math.abs(tick) < 100 ? +tick.toPrecision(6) : this.format(tick);
     const edge = { stroke: "transparent", spanGaps: true, points: { show: false } };
-    // As many digits as the ticks' distance has.
-    const exact = (ticks, apart) => {
-      let digits = 0;
-      while (digits < 12 && Math.abs(apart * 10 ** digits - Math.round(apart * 10 ** digits)) > 1e-3 * apart * 10 ** digits) digits++;
-      return ticks.map((tick) => tick.toFixed(digits));
-    };
     const points = { show: (plot) => plot.data[0].length < 60 };
     const series = lines.map(({ colour, dash, width }) => ({ stroke: colour, dash, width, spanGaps: true, points }));
     this.values = lines.map(() => make("b"));
-    const key = lines.map((line, at) => make("li", {}, swatch(line.colour, line.dash, line.width),
-      line.worker ? make("button", { type: "button", onclick: () => choose(line.name) }, nameNode(line.name)) : line.name, this.values[at]));
+    const chooser = (name) => make("button", { type: "button", onclick: () => choose(name) }, nameNode(name));
+    const key = lines.map(({ name, worker, colour, dash, width }, at) => make("li", {}, swatch(colour, dash, width),
+      worker ? chooser(name) : name, this.values[at]));
     const place = make("div");
     fill(this.box, ...(lines.length ? [make("ul", { class: "key" }, ...key)] : []), place);
     this.plot = new uPlot({
@@ -57,15 +55,13 @@ class Chart {
       series: [{}, ...(band ? [edge, edge] : []), ...series],
       bands: band ? [{ series: [2, 1], fill: `${colours.bar}40` }] : [],
       axes: [
-        { ...axis, size: 26, space: narrow ? 70 : 84, values: (_, ticks) => ticks.map((tick) => (timed ? clockText : big)(tick)), incrs: timed ? TIME_STEPS : undefined },
-        {
-          ...axis, size: 58, space: 34, show: lines.length > 0, incrs: this.format === bytes ? BYTE_STEPS : undefined,
-          values: (_, ticks, __, ___, apart) => apart < 1 && this.format === number ? exact(ticks, apart) : ticks.map((tick) => this.format(tick)),
-        },
+        { ...axis, size: 26, space: 78, values: of(timed ? clockText : big), incrs: timed ? TIME_STEPS : undefined },
+        { ...axis, size: 58, space: 34, show: !!lines.length, values: of(exact), incrs: this.format === bytes ? BYTE_STEPS : undefined },
       ],
       legend: { show: false },
       cursor: {
-        y: false, points: { size: 7 }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => { show(0); return null; } },
+        y: false, points: { size: 7 }, drag: { x: true, y: false, setScale: false },
+        bind: { dblclick: () => () => { show(0); return null; } },
         sync: timed ? { key: "time", scales: ["x", null] } : undefined,
       },
       hooks: {
@@ -100,7 +96,8 @@ class Chart {
 
   // The time that the timeline shows, and a line an event that matters.
   drawMarks(plot) {
-    const { ctx, bbox: { left, top, width, height } } = plot, ratio = devicePixelRatio, colours = look(), at = (time) => plot.valToPos(time, "x", true);
+    const { ctx, bbox: { left, top, width, height } } = plot, ratio = devicePixelRatio, colours = look();
+    const at = (time) => plot.valToPos(time, "x", true);
     const from = Math.max(left, at(timeline.viewEnd - timeline.span)), to = Math.min(left + width, at(timeline.viewEnd));
     Object.assign(ctx, { fillStyle: `${colours.accent}16`, textAlign: "center", font: colours.sized });
     if (to > from) ctx.fillRect(from, top, to - from, height);
