@@ -20,6 +20,7 @@ from pyps.watch.answer import taken
 from pyps.watch.history import History
 from pyps.watch.replay import replayed
 from pyps.watch.watch import Watch
+from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.common_pb2 import Receipt
 from support import ServerThread, inspect, status_of, wait_until
 from wire_worker import WireWorker
@@ -33,7 +34,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is no
 pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed: make install")
 
 NAMES = ["worker-0", "worker-1", "worker-2", "worker-3"]
-SLOW, KILLED = "worker-3", "worker-2"
+SLOW, KILLED, FAILED = "worker-3", "worker-2", "worker-1"
 WAIT_MILLISECONDS = 60_000
 
 
@@ -194,19 +195,21 @@ def test_a_run_is_seen_as_it_is(browser, start_server, tmp_path):
         until(page, f"pyps.held.doc.workers.find((one) => one.name === '{KILLED}').state === 'expired'")
         (counted,) = (each for each in inspect(server.control, "ListWorkers").workers if each.worker_id == KILLED)
         assert page.evaluate(f"pyps.timeline.lane('{KILLED}').steps.length") == taken(counted.tally)
-        watch.history.add_event(time.time(), server.control, "failed", "worker-9 failed: out of memory", "worker-9")
+        workers[FAILED].killed = True
+        workers[FAILED].leave(wire.LeaveRequest.CAUSE_FAILED)
         other.stop()
         page.locator(".server.lost").wait_for()
         for kind in ("configured", "expired", "failed", "lost"):
             until(page, f"pyps.charts.loss.marks.includes('{kind}') && pyps.charts.marks.marks.includes('{kind}')")
             assert page.locator("#events .bad", has_text=kind).count() == (kind != "configured")
         assert KILLED in page.inner_text("#events")
-        assert f"{other.control}: no answer" in page.inner_text("#events")
+        assert f"{other.control} does not answer" in page.inner_text("#events")
         assert page.inner_text("#state") == "1 of 2 servers silent"
-        assert KILLED in page.locator("#workers tbody tr.dead").inner_text()
+        dead = page.locator("#workers tbody tr.dead").all_inner_texts()
+        assert [words.split()[:2] for words in dead] == [[FAILED, "failed"], [KILLED, "expired"]]
         # What became of it is written in its lane, also where its last step is out of sight.
         until(page, f"pyps.timeline.lane('{KILLED}').steps.at(-1).ended < pyps.timeline.viewEnd - pyps.timeline.span")
-        assert page.evaluate("pyps.timeline.over.map((each) => each.state)") == ["expired"]
+        assert page.evaluate("pyps.timeline.over.map((each) => each.state)") == ["failed", "expired"]
 
         # By keyboard: pause, back in time, another order of the table, one worker everywhere.
         page.focus("#tl")

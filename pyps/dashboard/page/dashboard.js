@@ -8,9 +8,7 @@ const SIGNS = {
   configured: "⇄", warning: "!", checkpoint: "▾", standstill: "✕", finished: "✓", reset: "↺", score: "★", lost: "✕", found: "+",
 };
 function signOf(kind) { return Object.hasOwn(SIGNS, kind) ? SIGNS[kind] : "·"; }
-function wordsOf([, , server, kind, message, worker]) {
-  return ["lost", "found"].includes(kind) ? `${server}: ${message}` : message || worker || kind;
-}
+function wordsOf([, , , kind, message, worker]) { return message || worker || kind; }
 const GRAVE = new Set(["failed", "expired", "stalled", "standstill", "lost", "warning", "reset"]);
 const MARKED = new Set([...GRAVE, "left", "back", "found", "configured", "finished", "replica"]);
 
