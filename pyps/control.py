@@ -176,10 +176,11 @@ def settled(reply: Any) -> str:
 def not_named(statuses: Sequence[pb.Status]) -> str:
     """Return a line about the run's servers that are missing here; "" if none is."""
     total = max((status.num_servers for status in statuses), default=0)
-    missing = sorted({*range(total)} - {status.server_index for status in statuses if status.num_servers})
-    if not missing:
+    named = {status.server_index for status in statuses if status.server_index < status.num_servers}
+    if not (missing := total - len(named)):
         return ""
-    subject = f"server {missing[0]} of {total} was" if len(missing) == 1 else f"{len(missing)} of {total} servers were"
+    first = next(index for index in range(total) if index not in named)
+    subject = f"server {first} of {total} was" if missing == 1 else f"{missing} of {total} servers were"
     return f"{subject} not named: name all with --servers"
 
 

@@ -19,6 +19,7 @@ from pyps_wire.errors import ProtocolMismatch
 COUNT_MAX = 2**64 - 1
 # Steps and waits in a reply, for the sake of the server.
 ACTIVITY_MAX = 1000
+WORDS_MAX = 1000
 # A message as a dictionary, without leaving out fields that are 0 or empty.
 _plain = partial(MessageToDict, always_print_fields_with_no_presence=True)
 
@@ -114,5 +115,5 @@ def codecs_of(worker: pb.WorkerInfo) -> str:
 
 
 def printable(words: str) -> str:
-    """Return the words without control characters, which names from workers may contain."""
-    return "".join(character if character.isprintable() else "?" for character in words)
+    """Return the words without control characters, which names from workers may contain, and not at any length."""
+    return "".join(character if character.isprintable() else "?" for character in words[:WORDS_MAX])

@@ -167,7 +167,11 @@ class History:
         if not each.sequence:
             self.add_wait(each.worker_id, ended - each.seconds, ended, waited_for=tuple(each.waited_for))
             return
-        facts = {"outcome": _name(common.Outcome, each.outcome), "staleness": each.staleness, "updates": each.updates}
+        facts = {
+            "outcome": _name(common.Outcome, each.outcome),
+            "staleness": max(0, each.staleness),
+            "updates": each.updates,
+        }
         reason = _name(common.Reason, each.reason) if each.reason else ""
         self.add_step(each.worker_id, ended - each.seconds, ended, reason=reason, **facts)
 
@@ -411,7 +415,7 @@ def _queue(answer: Answer) -> int:
 
 
 def _buckets(answer: Answer) -> dict[int, int]:
-    return {bucket.staleness: bucket.count for bucket in answer.staleness.buckets}
+    return {max(0, bucket.staleness): bucket.count for bucket in answer.staleness.buckets}
 
 
 def _is_change(kind: str, message: str) -> bool:

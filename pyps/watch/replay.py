@@ -24,6 +24,7 @@ from pyps_wire import inspector_pb2 as pb
 # A row for each second at first, later for a part of the time so far.
 ROWS = 1024
 LINES_A_LOOK = 1000
+TIME_MAX = 1e11
 # What a log does not say.
 UNKNOWN = ("bytes_in", "bytes_out", "queue", "cpu")
 STATES = {"joined": "alive", "back": "alive", "left": "finished", "failed": "failed", "expired": "expired"}
@@ -38,11 +39,14 @@ def replayed(folder: Path) -> History:
         raise UpdateLogError(f"there is no update log in {folder}: start a server with --update-log to make one")
     if len(runs := sorted({log.run.run_id for log in logs})) > 1:
         raise UpdateLogError(f"{folder} has logs of several runs ({', '.join(runs)}): name the folder of one")
-    sources: dict[Path, int | str] = dict.fromkeys(sorted(folder.rglob("run-*.jsonl")), "")
+    sources: dict[Path, int | str] = dict.fromkeys(filter(Path.is_file, sorted(folder.rglob("run-*.jsonl"))), "")
     sources.update({log.path: log.shard_id for log in logs})
     replay = _Replay(folder.resolve().name, min(log.shard_id for log in logs))
-    for each in heapq.merge(*starmap(_timed, sources.items()), key=itemgetter(0)):
-        replay.follow(*each)
+    try:
+        for each in heapq.merge(*starmap(_timed, sources.items()), key=itemgetter(0)):
+            replay.follow(*each)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UpdateLogError(f"{folder} has lines that this version does not understand: {error!r}") from None
     return replay.end(whole=replay.num_ended == len(logs))
 
 
@@ -51,6 +55,8 @@ def _timed(path: Path, source: int | str) -> Iterator[Timed]:
         if "at" not in line:
             raise UpdateLogError(f"{path} does not say when things happened: an earlier version has written it")
         source = f"server {line['server_index']}" if "server_index" in line else source
+        if not 0 <= line["at"] < TIME_MAX:
+            raise UpdateLogError(f"{path} has a time that is none: {line['at']}")
         yield line["at"], source, line
 
 

@@ -14,6 +14,8 @@ from pyps.core.warmup import WarmUp
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.errors import InvalidArgument
 
+STALENESS_MAX = 10**9
+
 
 class Expected:
     """What the protocol in force makes of L workers: an update of every c gradients, n updates a round."""
@@ -64,6 +66,8 @@ class Expected:
         mean = sum(stale * count for stale, count in buckets.items()) / total
         left = 0.0
         for stale, count in buckets.items():
+            # What no server counts is no number for a policy.
+            stale = min(stale, STALENESS_MAX)
             weighing = policy.weigh(stale, self.split)
             # Which gradients made an update together is not known: of several the mean stands for each.
             of_update = policy.update_scale([stale if self.gradients_per_update == 1 else round(mean)])

@@ -25,6 +25,7 @@ SILENT_SECONDS = 10.0
 # A step takes long by both: seconds, and times its worker's median.
 LONG_SECONDS, LONG_TIMES = 2.0, 5.0
 STEPS_LEAST = 3
+LOST = ("failed", "expired")
 
 
 class Verdict(NamedTuple):
@@ -58,7 +59,10 @@ def _cases(
     if silent:
         do, seconds = "does not answer" if len(silent) == 1 else "do not answer", max(silent.values())
         since = f" since {in_seconds(seconds)}" if seconds >= 1 else ""
-        yield Verdict(f"{' and '.join(silent)} {do}{since}: every worker waits for a server that is gone")
+        # A server without shards is missed by nobody.
+        goes_on = any(figures.idle < seconds - 1 for figures in recent.workers.values())
+        means = "steps go on" if goes_on else "every worker waits for a server that is gone"
+        yield Verdict(f"{' and '.join(silent)} {do}{since}: {means}")
     if not answers:
         yield Verdict("no server has answered yet")
         return
@@ -68,7 +72,8 @@ def _cases(
         coming = "initializing" in states
         yield Verdict("the run waits for its first parameters" if coming else "no run yet: a worker starts it")
     expected, status = Expected(answers[0].status), answers[0].status
-    protocol = status.warmup if status.warming_up else status.protocol
+    protocol = expected.protocol.text if expected.protocol else status.protocol
+    protocol += " (the warm-up)" * status.warming_up
     workers = workers_of(answers)
     alive = [name for name, known in workers.items() if known[0].state == "alive"]
     waiting = [others for known in workers.values() if (others := waits_for(known))]
@@ -102,11 +107,16 @@ def _cases(
         if BUSY_LEAST <= cores <= BUSY_MOST:
             words = f"server {address} is always busy ({cores:.2f} cores): workers may wait for its answers"
             found.append(Verdict(words))
+    for name, [info, *_] in workers.items():
+        if info.state == "alive" and info.silent_seconds >= SILENT_SECONDS:
+            found.append(Verdict(f"{name} has been silent for {in_seconds(info.silent_seconds)}", name))
     found += [*_refused(recent, protocol), *_stale(recent, expected, slowest, nobody)]
     least = "nothing holds the run back"
     if len(alive) > 1 and _is_slow(recent, slowest):
         found.append(Verdict(f"{least}: {nobody} for {slowest}, which is {_slower(recent, slowest)}", slowest))
-    found.append(Verdict(least + (f": {nobody}" if len(alive) > 1 else "")))
+    gone = next((name for name, known in workers.items() if known[0].state in LOST), "")
+    also = f"; {gone} is gone ({workers[gone][0].state})" if gone else ""
+    found.append(Verdict(least + (f": {nobody}" if len(alive) > 1 else "") + also, gone))
     yield from (Verdict(few + each.sentence, each.worker) for each in found)
 
 

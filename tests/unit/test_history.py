@@ -188,21 +188,23 @@ def test_a_day_is_kept_in_bounded_memory_and_its_beginning_is_thinner_than_its_e
 
 def test_odd_numbers_and_words_of_servers_and_workers_do_no_harm(clock):
     words = "\x1b[2J<b>\x07\u202e"
-    for number in (0.0, -1.0, 1e300, math.inf, -math.inf, math.nan):
+    policies = (words, "constant", "per_update", "exponential", "polynomial", "hinge")
+    for number, policy in zip((0.0, -1.0, 1e300, math.inf, -math.inf, math.nan), policies, strict=True):
         history = History(["a", "b"], clock=clock)
         for uptime in (1.0, number, 3.0):
             for address in ("a", "b"):
                 tally = pb.Tally(pushes_applied=2**64 - 1, staleness_max=2**62, step_lost=number, bytes_in=2**64 - 1)
                 status = pb.Status(
-                    state=99, uptime_seconds=uptime, run_id=words, protocol=words, staleness=words, tally=tally,
-                    version_max=2**62, warnings=[words], workers_alive=2**31, workers_missing=2**31,
+                    state=99, uptime_seconds=uptime, run_id=words, protocol=words, staleness=policy, tally=tally,
+                    version_max=2**62, warnings=[words], num_servers=2**32 - 1, workers_alive=2**31,
+                    workers_missing=2**31,
                 )  # fmt: skip
                 status.learning_rates.add(current=number)
                 worker = pb.WorkerInfo(
                     worker_id=words, state="alive", silent_seconds=number, waits_for=[words], tally=tally,
                     scalars={"loss": number, words: number},
                 )  # fmt: skip
-                buckets = [pb.StalenessHistogram.Bucket(staleness=2**62, count=2**64 - 1)]
+                buckets = [pb.StalenessHistogram.Bucket(staleness=age, count=2**64 - 1) for age in (2**62, -1)]
                 history.take(
                     address,
                     Answer(

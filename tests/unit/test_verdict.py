@@ -3,7 +3,7 @@
 import pytest
 
 from pyps.watch.answer import Answer
-from pyps.watch.history import History
+from pyps.watch.history import History, Server
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work
 
@@ -89,6 +89,8 @@ CASES = (
     (held(state="expired"), "2 workers wait for w2, which is gone (expired)"),
     (held(silent_seconds=12.0), "2 workers wait for w2, which has been silent for 12.0 s"),
     (held(), "2 workers wait for w2, whose step has taken 8.0 s so far"),
+    (even().worker("w2", silent_seconds=12.0), "w2 has been silent for 12.0 s"),
+    (even(policy="none").worker("w2", state="failed"), "nothing holds the run back: nobody waits; w2 is gone (failed)"),
     (even().steps("w2", 0.4, staleness=10, count=9), f"{STALE} 54% of the steps under divide, w2's 90%: it is {TIMES}"),
     (even(), f"{STALE} 50% of the steps under divide"),
     (even(count=2), f"so far (4 gradients): {STALE} 50% of the steps under divide"),
@@ -175,3 +177,5 @@ def test_a_server_that_is_always_busy_or_does_not_answer():
     history.take("a", Answer("a", pb.Status(state=READY)))
     history.take("b", "gone")
     assert history.verdict == ("b does not answer: every worker waits for a server that is gone", "")
+    run.history.servers["b"] = Server("b", error="gone", silent_since=NOW - 9)
+    assert run.verdict().sentence == "b does not answer since 9.0 s: steps go on"

@@ -1,6 +1,7 @@
 """A run's history from its update log: the same picture as the live one's, and one clear word where there is none."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +109,9 @@ def test_what_is_no_log_of_one_run_is_refused_in_words(tmp_path):
         (b"", "ends before the shard's beginning"),
         (b"some other text\n", "is no"),
         (timeless, "does not say when"),
+        (encode({**lines[0], "at": math.nan}), "a time that is none"),
+        (encode({**lines[0], "at": "noon"}), "does not understand"),
+        (b"".join(map(encode, [lines[0], {"event": "push", "at": 1.0}])), "does not understand"),
     ):
         shard.write_bytes(content)
         with pytest.raises(UpdateLogError, match=words):
