@@ -31,6 +31,7 @@ from pyps_wire import inspector_pb2 as pb
 from pyps_wire.errors import PypsError
 
 WAIT_SECONDS = 1.0
+PAGE = (*PYPS, "dashboard", "--port", "0")
 NOT_KEPT = "The model {} kept: add --checkpoint-dir FOLDER."
 SERVERS_MAX = 64
 WORKERS_MAX = 256
@@ -89,6 +90,9 @@ def run(
     dashboard: Annotated[
         bool, typer.Option("--dashboard", help="Show the run as a page, whose address is printed; see pyps dashboard.")
     ] = False,
+    report: Annotated[
+        Path | None, typer.Option(help="File for that page with its data, written at the end.", show_default=False)
+    ] = None,
     verbose: Verbose = False,
     **settings: str | bool | None,
 ) -> None:
@@ -116,7 +120,8 @@ def run(
         standby=standby,
     )
     expected = expected_workers or workers
-    run_locally(job, settings, config, expected_workers=expected, stay=stay, dashboard=dashboard, verbose=verbose)
+    page = [*PAGE, *([] if report is None else ["--save", str(report)])] if dashboard or report is not None else []
+    run_locally(job, settings, config, expected_workers=expected, stay=stay, page=page, verbose=verbose)
 
 
 def run_locally(
@@ -126,12 +131,13 @@ def run_locally(
     *,
     expected_workers: int,
     stay: bool,
-    dashboard: bool = False,
+    page: Sequence[str] = (),
     verbose: bool,
 ) -> NoReturn:
     """Check everything, run the job on this machine, and exit with its status.
 
     `settings` is the job without the settings of its servers, which are in `server_settings` and in the file `config`.
+    `page` is the command that shows the job, without its servers; empty for none.
     """
     if (processes := settings.num_workers * settings.num_processes) > WORKERS_MAX:
         raise ConfigError(
@@ -153,7 +159,7 @@ def run_locally(
     expectations = Expectations(expected_workers)
     names = [settings.process_name(settings.num_workers - 1, settings.num_processes - 1)]
     names += [COORDINATOR] if settings.coordinator_flags is not None else []
-    names += ["dashboard"] if dashboard else []
+    names += ["dashboard"] if page else []
     output = PrefixedOutput(width=max(map(len, names)), verbose=verbose)
     job = Job(
         settings,
@@ -166,7 +172,9 @@ def run_locally(
     hint = f"There was nothing to resume in {kept.folder}: a new run begins." if nothing_to_resume else ""
     with job.handle_signals(), job:
         hint = hint if kept.folder else NOT_KEPT.format("will not be")
-        status = _run_until_done(job, output, stay=stay, dashboard=dashboard, hint=hint)
+        status = _run_until_done(job, output, stay=stay, page=page, hint=hint)
+    if page and "--save" not in page:
+        output.announce("The page was not kept: add --report FILE.")
     if job.workers:
         for words in kept.in_words(job.ended_badly, interrupted=status > 128):
             output.announce(words)
@@ -174,7 +182,7 @@ def run_locally(
     raise typer.Exit(status or (1 if job.ended_badly else 0))
 
 
-def _run_until_done(job: Job, output: PrefixedOutput, *, stay: bool, dashboard: bool, hint: str) -> int:
+def _run_until_done(job: Job, output: PrefixedOutput, *, stay: bool, page: Sequence[str], hint: str) -> int:
     """Start the job and wait for its end; return its exit status. `hint` is printed once the job has started."""
     try:
         job.start()
@@ -191,7 +199,7 @@ def _run_until_done(job: Job, output: PrefixedOutput, *, stay: bool, dashboard: 
     output.announce(f"Copy the model while it trains (pyps eval takes the same): pyps export FILE --servers {servers}")
     if hint:
         output.announce(hint)
-    with _page_of(job, output) if dashboard else contextlib.nullcontext():
+    with _shown(job, page, output) if page else contextlib.nullcontext():
         while not job.done:
             job.wait(WAIT_SECONDS)
         stays = stay and not job.server_died and job.signal_number is None
@@ -206,13 +214,13 @@ def _run_until_done(job: Job, output: PrefixedOutput, *, stay: bool, dashboard: 
     return job.exit_status()
 
 
-def _page_of(job: Job, output: PrefixedOutput) -> contextlib.AbstractContextManager[None]:
-    """Return `pyps dashboard` in a process of its own, with which nothing of the job ends."""
-    command = [*PYPS, "dashboard", "--port", "0", "--servers", ",".join(job.server_places)]
+def _shown(job: Job, page: Sequence[str], output: PrefixedOutput) -> contextlib.AbstractContextManager[None]:
+    """Show the job by that command, in a process of its own, with which nothing of the job ends."""
 
     def ended(child: ChildProcess) -> None:
         output.announce(f"{child.name} {child.how_it_ended()}: the job goes on without it.")
 
+    command = [*page, "--servers", ",".join(job.server_places)]
     return beside("dashboard", command, on_line=output.line, on_end=ended)
 
 

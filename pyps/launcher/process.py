@@ -15,7 +15,7 @@ from typing import IO
 # A process that left the child's group may keep its pipes open.
 DRAIN_SECONDS = 5.0
 # How long a command beside another one may take to end.
-END_SECONDS = 5.0
+END_SECONDS = 20.0
 
 _PR_SET_PDEATHSIG = 1  # From linux/prctl.h.
 _LIBC = ctypes.CDLL(None)
