@@ -119,7 +119,11 @@ def configure_all(
     if refusals:
         only = [address for address, _ in made if not request.validate_only]
         where = f"set on {', '.join(only)} only" if only else "nothing was set"
-        raise PypsError(f"{where}, as {'; '.join(map(str, refusals))}")
+        found = [str(error).partition(": ") for error in refusals]
+        why = {what for address, _, what in found if address in addresses}
+        # Once where all refuse alike.
+        alike = why if len(why) == 1 and len(found) == len(addresses) else map(str, refusals)
+        raise PypsError(f"{where}, as {'; '.join(alike)}")
     if request.validate_only:
         return [f"{address} would take it; in force is {in_force(reply)}." for address, reply in made]
     expected = request.expected_workers or "no"
