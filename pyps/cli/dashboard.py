@@ -8,12 +8,11 @@ import secrets
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from ssl import SSLContext
-from threading import Event
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 
 # Of a script that fails.
 LINES_KEPT = 5
+LAST_SECONDS = 1.5
 
 
 def dashboard(
@@ -58,9 +58,7 @@ def dashboard(
     logged: Annotated[
         Path | None, typer.Option("--replay", help="Show the run of this --update-log, which has no servers any more.")
     ] = None,
-    save: Annotated[
-        Path | None, typer.Option(help="File for the page with its data: written at the end, of a log at once.")
-    ] = None,
+    save: Annotated[Path | None, typer.Option(help="File for the page with its data, written at the end.")] = None,
     token_file: ObserverTokenFile = None,
 ) -> None:
     """Show a run as a page in the browser, until Ctrl-C.
@@ -69,24 +67,18 @@ def dashboard(
     and rate from it: with the token in PYPS_OPERATOR_TOKEN_FILE, for which the page asks; if that is not set, with the
     one in the printed address, on this machine only.
     """
-    if logged is not None and save is not None:
-        report(logged, save)
-        return
     if script is not None:
         require_script(script)
     places = parse_servers(servers, port=CONTROL_PORT) if logged is None else ()
     watch = Watch(places, token_file)
     history = replayed(logged) if logged is not None else watch.history
     page, words = served(
-        history,
-        places,
-        token_file,
-        host=host,
-        port=port,
-        names=name or (),
-        tls=_tls(tls_cert, tls_key),
-        insecure=insecure,
+        history, places, token_file, host, port, names=name or (), tls=_tls(tls_cert, tls_key), insecure=insecure
     )
+    # A second signal must not break what the first one began.
+    signals = SimpleQueue[int]()
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, lambda number, _: signals.put(number))
     with contextlib.ExitStack() as ends:
         if script is not None:
             # A child, before there are threads.
@@ -94,15 +86,15 @@ def dashboard(
         if save is not None:
             # Now too, so that a file that cannot be written is known before the end.
             write_page(save, history.to_json())
-            ends.callback(keep, history, save)
         watch.start()
         ends.callback(watch.close)
         ends.enter_context(page)
         typer.echo(words)
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.default_int_handler)
-        with contextlib.suppress(KeyboardInterrupt):
-            Event().wait()
+        signals.get()
+        if save is not None:
+            # The steps since the servers were asked.
+            time.sleep(LAST_SECONDS)
+            keep(history, save)
 
 
 def report(
@@ -125,9 +117,9 @@ def served(
     history: History,
     servers: Sequence[str],
     token_file: Path | None,
-    *,
     host: str = "127.0.0.1",
     port: int = 0,
+    *,
     names: Sequence[str] = (),
     tls: Callable[[], SSLContext] | None = None,
     insecure: bool = False,
@@ -159,7 +151,7 @@ def served(
         tls=tls,
         readers=(lambda: {secret, read_token(token_file), read_token(changing)} - {""}) if guarded else None,
         operators=lambda: [read_token(changing) if operators else secret],
-        change=partial(_changed, servers, changing) if changes else None,
+        change=(lambda request: _changed(servers, changing, request)) if changes else None,
     )
     words = f"The run as a page: {page.address}"
     if guarded or (changes and not operators):
@@ -171,11 +163,8 @@ def served(
     return page, words
 
 
-def _changed(
-    servers: Sequence[str], token_file: Path | None, fields: Mapping[str, Any], validate_only: bool
-) -> list[str]:
-    places = [address_of(server, port=CONTROL_PORT) for server in servers]
-    return configure_all(places, read_token(token_file), pb.ConfigureRequest(**fields, validate_only=validate_only))
+def _changed(servers: Sequence[str], token_file: Path | None, request: pb.ConfigureRequest) -> list[str]:
+    return configure_all([address_of(each, port=CONTROL_PORT) for each in servers], read_token(token_file), request)
 
 
 @contextlib.contextmanager

@@ -7,28 +7,32 @@ import errno
 import hmac
 import ipaddress
 import json
+import logging
 import socket
 import ssl
-import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from threading import Thread
-from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
+from aiohttp.web_protocol import RequestHandler
+from google.protobuf.json_format import Parse, ParseError
 
 from pyps.dashboard.files import PAGE, POLICY, TYPES
 from pyps.watch.history import History
+from pyps_wire import inspector_pb2 as pb
 from pyps_wire.errors import InvalidArgument, PypsError
 
 BODY_BYTES_MAX = 4096
-BODY_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
-# Of a caller's address: with more wrong tokens it waits a second for each.
-WRONG_TOKENS_MAX = 10
-CALLERS_MAX = 1000
-RATE_MAX = 1e30
+# Half a request must not hold a file descriptor for long, nor many of them all that a process may have.
+FIRST_REQUEST_SECONDS = 10.0
+IDLE_SECONDS = 30.0
+CONNECTIONS_MAX = 100
+ACCEPTED_AT_ONCE = 16
+SETTINGS = {"protocol", "learning_rate"}
 HEADERS = {
     "Content-Security-Policy": POLICY.format("script-src 'self'; style-src 'self'; connect-src 'self'")
     + "; frame-ancestors 'none'",
@@ -42,7 +46,7 @@ HEADERS = {
 # The tokens that open something, as they are now.
 Tokens = Callable[[], Collection[str]]
 # Makes a change, or only looks whether it can be made; returns what to say, or raises PypsError.
-Change = Callable[[Mapping[str, Any], bool], Sequence[str]]
+Change = Callable[[pb.ConfigureRequest], Sequence[str]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -69,32 +73,60 @@ class Dashboard:
         self._history, self._readers, self._operators, self._change = history, readers, operators, change
         own = socket.gethostname()
         self._names = {name.lower() for name in (host, "localhost", own, own.partition(".")[0], *names)}
-        # By caller: wrong tokens, of which each second one is forgotten, and when they were counted.
-        self._wrong: dict[str | None, tuple[float, float]] = {}
-        self._one_change = asyncio.Lock()
-        listener = _listening(host, port)
+        self._listener, self._tls = _listening(host, port), tls
         shown = own if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
-        self.address = f"http{'s' if tls else ''}://{shown}:{listener.getsockname()[1]}/"
+        self.address = f"http{'s' if tls else ''}://{shown}:{self._listener.getsockname()[1]}/"
         app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[self._answered])
         app.add_routes([web.get("/data", self._data), web.post("/configure", self._configure), web.get("/", _file)])
         app.add_routes([web.get(f"/{path.name}", _file) for path in PAGE.iterdir()])
         app.on_response_prepare.append(_add_headers)
-        self._loop = asyncio.new_event_loop()
-        options: dict[str, Any] = {"sock": listener, "ssl_context": tls and _renewed(tls), "loop": self._loop}
-        options |= {"access_log": None, "print": None, "handle_signals": False, "shutdown_timeout": CLOSE_SECONDS / 2}
-        self._thread = Thread(target=web.run_app, args=(app,), kwargs=options, daemon=True)
+        logging.getLogger("aiohttp.server").addFilter(_is_our_own)
+        self._runner = web.AppRunner(
+            app, access_log=None, keepalive_timeout=IDLE_SECONDS, shutdown_timeout=CLOSE_SECONDS / 2
+        )
+        # Connections that have not asked anything yet, for a time.
+        self._silent = set[RequestHandler]()
+        self._loop, self._ended = asyncio.new_event_loop(), asyncio.Event()
+        self._thread = Thread(target=lambda: self._loop.run_until_complete(self._serve()), daemon=True)
 
     def __enter__(self) -> Dashboard:
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._loop.call_soon_threadsafe(_end)
+        self._loop.call_soon_threadsafe(self._ended.set)
         self._thread.join(CLOSE_SECONDS)
+
+    async def _serve(self) -> None:
+        await self._runner.setup()
+        context, seconds = self._tls and _renewed(self._tls), FIRST_REQUEST_SECONDS if self._tls else None
+        server = await self._loop.create_server(
+            self._accepted, sock=self._listener, ssl=context, backlog=ACCEPTED_AT_ONCE, ssl_handshake_timeout=seconds
+        )
+        await self._ended.wait()
+        server.close()
+        await self._runner.cleanup()
+
+    def _accepted(self) -> RequestHandler:
+        """Return what answers on a new connection."""
+        assert self._runner.server is not None
+        if len({*self._runner.server.connections, *self._silent}) >= CONNECTIONS_MAX:
+            # The loop closes it.
+            raise ConnectionRefusedError
+        connection = self._runner.server()
+        self._silent.add(connection)
+        self._loop.call_later(FIRST_REQUEST_SECONDS, self._close_silent, connection)
+        return connection
+
+    def _close_silent(self, connection: RequestHandler) -> None:
+        if connection in self._silent:
+            self._silent.remove(connection)
+            connection.force_close()
 
     @web.middleware
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse requests that another page made; answer each refusal with a sentence."""
+        self._silent.discard(request.protocol)
         try:
             self._require_own_page(request)
             return await handler(request)
@@ -115,26 +147,17 @@ class Dashboard:
 
     def _is_own(self, host: str) -> bool:
         with suppress(ValueError):
-            name = urlsplit(f"//{host}").hostname or ""
+            name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
             # An IP address means the same to everybody.
             return name in self._names or bool(ipaddress.ip_address(name))
         return False
 
     def _require(self, request: web.Request, tokens: Tokens, what: str) -> None:
         """Refuse a request that shows none of the tokens."""
-        shown, now = request.headers.get("Authorization", ""), time.monotonic()
-        count, since = self._wrong.get(request.remote, (0.0, now))
-        count = max(0.0, count - (now - since))
-        if count > WRONG_TOKENS_MAX:
-            raise web.HTTPTooManyRequests(text="too many wrong tokens: wait some seconds")
+        shown = request.headers.get("Authorization", "")
         known = [f"Bearer {token}".encode() for token in tokens()]
-        if any(hmac.compare_digest(shown.encode(errors="surrogateescape"), each) for each in known):
-            return
-        if shown:
-            if len(self._wrong) >= CALLERS_MAX:
-                self._wrong.clear()
-            self._wrong[request.remote] = count + 1, now
-        raise web.HTTPUnauthorized(text=f"{'this token is not' if shown else 'give'} {what}")
+        if not any(hmac.compare_digest(shown.encode(errors="surrogateescape"), each) for each in known):
+            raise web.HTTPUnauthorized(text=f"{'this token is not' if shown else 'give'} {what}")
 
     async def _data(self, request: web.Request) -> web.Response:
         if self._readers is not None:
@@ -152,22 +175,13 @@ class Dashboard:
         if request.content_type != "application/json":
             raise web.HTTPUnsupportedMediaType(text="expected a body of the type application/json")
         try:
-            async with asyncio.timeout(BODY_SECONDS):
-                fields = json.loads(await request.read())
-        except (ValueError, RecursionError, TimeoutError):
-            raise web.HTTPBadRequest(text="the body is no JSON, or did not come") from None
-        validate_only = fields.pop("validate_only", False) if isinstance(fields, dict) else None
-        if not (isinstance(validate_only, bool) and fields and all(_is_setting(*each) for each in fields.items())):
-            raise web.HTTPBadRequest(text="expected protocol, as text, or learning_rate, above 0, and nothing else")
-        async with self._one_change:
-            lines = await asyncio.to_thread(self._change, fields, validate_only)
-        return web.json_response({"lines": lines})
-
-
-def _is_setting(name: str, value: object) -> bool:
-    if name == "protocol":
-        return isinstance(value, str) and value.isascii() and value.isprintable() and value != ""
-    return name == "learning_rate" and type(value) in (int, float) and 0 < value < RATE_MAX  # type: ignore[operator]
+            change = Parse(await request.read(), pb.ConfigureRequest())
+        except (ValueError, ParseError):
+            raise web.HTTPBadRequest(text="the body is no change") from None
+        named = {field.name for field, _ in change.ListFields()} - {"validate_only"}
+        if not named or named - SETTINGS:
+            raise web.HTTPBadRequest(text="expected protocol or learning_rate, and nothing else")
+        return web.json_response({"lines": await asyncio.to_thread(self._change, change)})
 
 
 async def _file(request: web.Request) -> web.Response:
@@ -192,8 +206,9 @@ def _renewed(tls: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
     return context
 
 
-def _end() -> None:
-    raise web.GracefulExit
+def _is_our_own(record: logging.LogRecord) -> bool:
+    """Return whether a line is about a fault, and not about a caller that speaks no HTTP."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,16 @@ _SCRIPT = re.compile(r'<script src="([\w.]+)"></script>')
 
 def write_page(path: Path, data: Mapping[str, Any]) -> None:
     """Write the page with its data into a file, which readers find whole, as it was or as it is."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    whole = Path(os.path.realpath(path))
+    if whole.is_dir() or (os.path.lexists(whole) and not whole.is_file()):
+        raise InvalidArgument(f"the page {path} cannot be written: that is no file")
+    temporary = whole.with_name(f".{whole.name}.{os.getpid()}")
     try:
         temporary.write_text(page_with({**data, "live": False}), encoding="utf-8")
-        temporary.replace(path)
+        temporary.replace(whole)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise InvalidArgument(f"the page {path} cannot be written: {error.strerror}") from None
 
 
