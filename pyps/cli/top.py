@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rich.color import Color
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.style import Style
@@ -30,10 +31,10 @@ from pyps_wire.contract import CONTROL_PORT
 # Bands of staleness, from fresh to stale.
 BANDS = ("0", "1", "2", "3-4", "5-8", "9-16", "17-32", "33+")
 COLOURS = ("#3fb950", "#8ac926", "#d4c21f", "#f2a20c", "#f0701d", "#e5383b", "#c9184a", "#9d4edd")
-COLUMNS = ("worker", "state", "steps", "steps/s", "loss", "staleness", "step lost", "waited", "waits for")
-LINES_MAX = 6
-# A server lists a step later than its worker made it.
-LATE_SECONDS = 2
+# Of lines, the slow worker's first.
+LINES = ("#f2a20c", "#3fb0f0", "#3fb950", "#c76bdb", "#e5383b", "#9aa0a6")
+# Between two ticks.
+TICK_SECONDS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 3600, 7200, 14400)
 # As wide as a terminal may be.
 SECONDS_MAX = 1000
 DRAWN_MOST = 1e30
@@ -86,27 +87,23 @@ class View:
         """Return lines that fill so much room."""
         doc = self._doc
         rate = "" if doc["rate"] is None else f"rate {doc['rate']:.4g}"
-        facts = [doc[name] for name in ("state", "protocol", "staleness_policy", "rule")]
-        facts += [rate, f"version {doc['version']:,}", f"{doc['alive']} alive"]
-        head = harmless("  ".join(filter(None, [doc["run"] or "no run yet", *facts])))
-        sentence = Text(f"{doc['sentence']}.", "bold yellow")
+        facts = [doc["run"] or "no run yet", doc["state"], doc["protocol"], rate, f"version {doc['version']:,}"]
+        head, sentence = harmless("  ".join(filter(None, facts))), Text(f"{doc['sentence']}.", "bold yellow")
         head.truncate(width, overflow="ellipsis")
         sentence.truncate(2 * width - 20, overflow="ellipsis")
-        room = max(9, height - 2 - (len(sentence) > width))
-        below = min(len(doc["workers"]) + 1, room // 3)
-        stream = (room - below) // 3
-        # The slow worker's, and those of the first others.
-        names = sorted((worker["name"] for worker in doc["workers"]), key=lambda name: name != doc["slow"])[:LINES_MAX]
+        room = max(8, height - 2 - (len(sentence) > width))
+        names = sorted((worker["name"] for worker in doc["workers"]), key=lambda name: name != doc["slow"])
         losses = {name: _points([(row["t"], row.get("loss", {}).get(name)) for row in rows]) for name in names}
         speeds = {f"{name}/s": _points([(row["t"], row.get(name)) for row in rows]) for name in ("steps", "updates")}
         charts = Table.grid(padding=0)
-        size = (width // 2, room - below - stream)
-        charts.add_row(chart("loss", losses, *size), chart("speed", speeds, *size))
-        return Group(head, sentence, charts, self._stream(width, stream), self._workers(below))
+        size = (width // 2, room - room // 3)
+        charts.add_row(chart("loss", losses, *size), chart("speed", speeds, *size, from_zero=True))
+        return Group(head, sentence, charts, self._stream(width, room // 3))
 
     def _stream(self, width: int, height: int) -> Text:
         """Return the staleness of gradients over time: a column a second, filled from fresh to stale."""
-        last = int(self._doc["now"]) - LATE_SECONDS
+        # A server lists a step later than its worker made it.
+        last = int(self._doc["now"]) - 2
         seconds = [self._bands.get(last - ago, Counter[int]()) for ago in reversed(range(width))]
         columns = [_levels(bands, 2 * (height - 1)) for bands in seconds]
         picture = Text(no_wrap=True, end="")
@@ -117,50 +114,53 @@ class View:
                 picture.append("▀" if high else " ", Style(color=high, bgcolor=low))
             picture.append("\n")
         newest = sum(seconds[-10:], Counter[int]())
-        legend = Text("staleness ")
+        legend = Text("staleness ", no_wrap=True)
         for band, count in sorted(newest.items()):
             legend.append("■", COLOURS[band]).append(f" {BANDS[band]}: {count / newest.total():.0%} ")
         legend.truncate(width)
-        return picture.append_text(legend).append("\n")
-
-    def _workers(self, height: int) -> RenderableType:
-        doc = self._doc
-        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-        for title in COLUMNS:
-            table.add_column(title, no_wrap=True)
-        for worker in sorted(doc["workers"], key=lambda each: each["name"] != doc["slow"])[: height - 1]:
-            loss, waited = worker["loss"], worker["waited"] or 0.0
-            staleness = f"{worker['staleness_mean'] or 0.0:.2f}, max {worker['staleness_max']}"
-            cells = [worker["name"], worker["state"], f"{worker['steps']:,}", f"{worker['pace']:.1f}"]
-            cells += ["" if loss is None else f"{loss:.4g}", staleness, f"{worker['step_lost'] or 0.0:.1%}"]
-            cells += [f"{waited:.0%}", ", ".join(worker["waits_for"])]
-            table.add_row(*map(harmless, cells), style="bold yellow" if worker["name"] == doc["slow"] else "")
-        return table
+        return picture.append_text(legend)
 
 
-def chart(title: str, lines: Mapping[str, tuple[list[float], list[float]]], width: int, height: int) -> Text:
-    """Return lines over time as large as that."""
+Points = tuple[list[float], list[float]]
+
+
+def chart(title: str, lines: Mapping[str, Points], width: int, height: int, *, from_zero: bool = False) -> Text:
+    """Return lines over time as large as that, below what each is."""
     import plotext
 
     plotext.clear_figure()
     plotext.theme("clear")
     plotext.limit_size(False, False)
-    plotext.plotsize(width, height)
-    plotext.title(f"{title}, by minutes")
-    for name, (times, values) in lines.items():
+    plotext.plotsize(width, height - 1)
+    legend, span, top = Text(f"{title} "), 0.0, 0.0
+    for (name, (times, values)), colour in zip(lines.items(), LINES, strict=False):
+        legend.append("━", colour).append(f" {printable(name)[:20]} ")
         if times:
-            plotext.plot(times, values, label=printable(name)[:20], marker="braille")
-    return Text.from_ansi(plotext.build().rstrip())
+            plotext.plot(times, values, marker="braille", color=tuple(Color.parse(colour).get_truecolor()))
+            span, top = max(span, -times[0]), max(top, *values)
+    legend.truncate(width - 1)
+    ticks = ticks_of(span)
+    plotext.xticks([-float(seconds) for seconds in ticks], list(ticks.values()))
+    if from_zero:
+        plotext.ylim(0, top or 1)
+    return legend.append("\n").append_text(Text.from_ansi(plotext.build().rstrip()))
+
+
+def ticks_of(span: float) -> dict[int, str]:
+    """Return how long ago the ticks of a chart are, in seconds and in words."""
+    step = next((each for each in TICK_SECONDS if span < 4 * each), TICK_SECONDS[-1])
+    ticks = range(step, int(span) + 1, step)
+    return {0: "now"} | {ago: f"{ago // 60} min" if step >= 60 else f"{ago} s" for ago in ticks}
 
 
 def band_of(staleness: int) -> int:
     return min((staleness - 1).bit_length() + 1, len(BANDS) - 1) if staleness > 0 else 0
 
 
-def _points(found: Sequence[tuple[float, float | None]]) -> tuple[list[float], list[float]]:
-    """Return the minutes before the last of these times, and the numbers there that can be drawn."""
+def _points(found: Sequence[tuple[float, float | None]]) -> Points:
+    """Return times as seconds after the last, and the numbers there that can be drawn."""
     known = [(at - found[-1][0], value) for at, value in found if value is not None and abs(value) < DRAWN_MOST]
-    return [seconds / 60 for seconds, _ in known], [value for _, value in known]
+    return [at for at, _ in known], [value for _, value in known]
 
 
 def _levels(bands: Mapping[int, int], height: int) -> list[str | None]:
