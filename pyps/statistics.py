@@ -179,6 +179,22 @@ class LoggedReceipt(NamedTuple):
     now: float
 
 
+def activity_of(activity: Activity, *, now: float) -> pb.Activity:
+    receipt = activity.receipt
+    return pb.Activity(
+        number=activity.number,
+        worker_id=activity.worker_id,
+        age_seconds=now - activity.ended,
+        seconds=activity.ended - activity.began,
+        sequence=receipt.sequence if receipt else 0,
+        outcome=int(receipt.outcome) if receipt else 0,  # type: ignore[arg-type]
+        reason=int(receipt.reason) if receipt else 0,  # type: ignore[arg-type]
+        staleness=activity.staleness,
+        updates=activity.updates,
+        waited_for=activity.waited_for,
+    )
+
+
 class Statistics:
     """Counts pushes, pulls and waits. Every method may be called from any thread.
 

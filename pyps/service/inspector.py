@@ -14,7 +14,6 @@ from pyps.service.calls import Context
 from pyps.service.convert import receipt_of
 from pyps.service.report import (
     Addresses,
-    activity_of,
     learning_rates_of,
     memory_of,
     places,
@@ -27,7 +26,7 @@ from pyps.service.standby.feed import Line
 from pyps.service.standby.follower import Follower
 from pyps.service.standby.primary import Primary
 from pyps.service.transport import Host, Transport, name_of
-from pyps.statistics import histogram_of
+from pyps.statistics import activity_of, histogram_of
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work
 from pyps_wire.errors import InvalidArgument, NotAllowed, NotInitialized, RunFinished

@@ -18,7 +18,7 @@ from pyps.core.warmup import Staged
 from pyps.run.run import SOFTWARE, Run
 from pyps.service.convert import settings_to
 from pyps.service.transport import Host, Transport
-from pyps.statistics import Activity, tally_of
+from pyps.statistics import tally_of
 from pyps.storage.folder import CheckpointFolder
 from pyps.storage.plain import checksum_of
 from pyps_wire import inspector_pb2 as pb
@@ -192,22 +192,6 @@ def worker_info(run: Run, member: Member, *, waits_for: Sequence[str], transport
         parts=member.parts,
         shards_pushed=sorted(contacts.pushed),
         shards_pulled=sorted(contacts.pulled),
-    )
-
-
-def activity_of(activity: Activity, *, now: float) -> pb.Activity:
-    receipt = activity.receipt
-    return pb.Activity(
-        number=activity.number,
-        worker_id=activity.worker_id,
-        age_seconds=now - activity.ended,
-        seconds=activity.ended - activity.began,
-        sequence=receipt.sequence if receipt else 0,
-        outcome=int(receipt.outcome) if receipt else 0,  # type: ignore[arg-type]
-        reason=int(receipt.reason) if receipt else 0,  # type: ignore[arg-type]
-        staleness=activity.staleness,
-        updates=activity.updates,
-        waited_for=activity.waited_for,
     )
 
 

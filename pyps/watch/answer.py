@@ -14,7 +14,6 @@ from pyps.control import Control
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work_wire
-from pyps_wire.errors import ProtocolMismatch
 
 COUNT_MAX = 2**64 - 1
 # Steps and waits in a reply, for the sake of the server.
@@ -58,13 +57,9 @@ class Answer:
 
 
 def activity_of(control: Control, *, after: int = 0) -> pb.ListActivityReply:
-    """Return the steps and waits after that number, the newest for 0; none of a server of an earlier version."""
-    try:
-        request = pb.ListActivityRequest(after=after, limit=ACTIVITY_MAX)
-        reply: pb.ListActivityReply = control.call("ListActivity", request)
-        return reply
-    except ProtocolMismatch:
-        return pb.ListActivityReply()
+    """Return the steps and waits after that number, the newest for 0."""
+    reply: pb.ListActivityReply = control.call("ListActivity", pb.ListActivityRequest(after=after, limit=ACTIVITY_MAX))
+    return reply
 
 
 def workers_of(answers: Sequence[Answer]) -> dict[str, list[pb.WorkerInfo]]:

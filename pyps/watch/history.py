@@ -18,7 +18,7 @@ from pyps.watch import answer as of
 from pyps.watch.answer import Answer, merged, waits_for, workers_of
 from pyps.watch.recent import Figures, Recent, Step, Wait
 from pyps.watch.staleness import Expected
-from pyps.watch.verdict import Verdict, verdict
+from pyps.watch.verdict import Verdict, verdicts
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 
@@ -65,7 +65,7 @@ class Server:
         before, was_silent, self.answer, self.error = self.answer, bool(self.error), answer, ""
         uptime, now_counted = answer.status.uptime_seconds, counts(answer)
         self.skipped += answer.skipped
-        lives_on = before is not None and 0 < uptime - before.status.uptime_seconds < math.inf
+        lives_on = before is not None and 0 <= uptime - before.status.uptime_seconds < math.inf
         if not lives_on:
             self.began, self.base, self.since = now - uptime, None, None
         if before is not None and (was_silent or not lives_on):
@@ -261,7 +261,8 @@ class History:
                 recent = Recent(answers, reversed(self.steps), reversed(self.waits), now=now, since=since)
                 silent = {each.address: now - each.silent_since for each in self.servers.values() if each.error}
                 busy = {each.address: each.rates.get("cpu", 0.0) for each in self.servers.values()}
-                self._judged = recent, verdict(answers, recent, silent=silent, busy=busy)
+                found = next(verdicts(answers, recent, silent=silent, busy=busy))
+                self._judged = recent, found._replace(sentence=_shown(found.sentence))
             return self._judged
 
     def _rate(self, key: Key) -> float | None:
@@ -425,7 +426,7 @@ def _is_change(kind: str, message: str) -> bool:
 def _is_other(before: Answer, answer: Answer) -> bool:
     """Tell whether another protocol or policy is in force."""
     then, now = ((each.protocol, each.staleness, each.warming_up) for each in (before.status, answer.status))
-    return then[0] != "" and then != now
+    return "" not in (then[0], now[0]) and then != now
 
 
 def _in_words(kind: str, message: str, worker: str) -> tuple[str, str]:

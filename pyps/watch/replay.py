@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from itertools import starmap
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pyps.core.receipt import Outcome
-from pyps.statistics import ACTIVITIES_MAX, PARTLY_OVER_SECONDS, Statistics, histogram_of, tally_of
+from pyps.statistics import ACTIVITIES_MAX, Statistics, activity_of, histogram_of, tally_of
 from pyps.storage.plain import push_from_plain
 from pyps.storage.replay import ShardLog, lines_in, log_paths
 from pyps.storage.update_log import UpdateLogError
@@ -72,8 +73,10 @@ class _Replay:
         self._configured: dict[str, str] = {}
         self._versions: dict[int, int] = {}
         self._workers: dict[str, pb.WorkerInfo] = {}
-        # By worker when it was last heard of, and the server whose waits are taken: all servers log the same ones.
+        # By worker when it was last heard of, when its state last changed, and the server whose waits are taken: all
+        # servers log the same ones.
         self._heard: dict[str, float] = {}
+        self._left: dict[str, float] = {}
         self._waits_of: dict[str, int | str] = {}
         self._num_lines = self._num_steps = self.num_ended = 0
 
@@ -87,6 +90,7 @@ class _Replay:
             self._history.add_event(at, f"{source}", line["kind"], line["message"], name)
             *_, kind, message, _ = self._history.events[-1]
             worker.state = STATES.get(kind, worker.state)
+            self._left[name] = now
             worker.message = message.partition(": ")[2] if kind == "failed" else worker.message
         else:
             worker.clock, self._heard[name] = max(worker.clock, line.get("clock", 0)), now
@@ -98,12 +102,11 @@ class _Replay:
             seconds, others = line["seconds"], tuple(line["waited_for"])
             self._statistics.blocked(name, seconds, since=now - seconds, now=now, waited_for=others)
         self._num_lines += 1
-        if self._num_lines % LINES_A_LOOK == 0:
-            self._take_steps(now)
-        if now - self._row_at >= max(1.0, (now - self._began) / ROWS):
-            self._row_at = now
-            self._take_steps(now)
+        is_row = now - self._row_at >= max(1.0, (now - self._began) / ROWS)
+        if is_row or self._num_lines % LINES_A_LOOK == 0:
             self._history.take(self._address, self._answer())
+        if is_row:
+            self._row_at = now
             self._history.tick()
             for unknown in UNKNOWN:
                 self._history.rows[-1].pop(unknown, None)
@@ -143,7 +146,6 @@ class _Replay:
     def end(self, *, whole: bool) -> History:
         """Return the history, with what held the run back when the last push came."""
         history, ended = self._history, self._now
-        self._take_steps(ended + 2 * PARTLY_OVER_SECONDS)
         self._now = self._pushed_at or ended
         history.take(self._address, self._answer(at_work=True))
         sentence, slow = history.verdict
@@ -169,20 +171,6 @@ class _Replay:
         }
         return history
 
-    def _take_steps(self, now: float) -> None:
-        for each in self._statistics.activities(self._num_steps, ACTIVITIES_MAX, now=now)[0]:
-            self._num_steps, receipt = each.number, each.receipt
-            if receipt is None:
-                self._history.add_wait(each.worker_id, each.began, each.ended, each.waited_for)
-                continue
-            self._history.add_step(
-                *(each.worker_id, each.began, each.ended),
-                staleness=each.staleness,
-                outcome=receipt.outcome.name.lower(),
-                reason=receipt.reason.name.lower() if receipt.reason else "",
-                updates=each.updates,
-            )
-
     def _answer(self, *, at_work: bool = False) -> Answer:
         """Return what a server would answer now; `at_work`: when all heard of in the last minute lived."""
         now, total, status = self._now, self._statistics.total(), deepcopy(self._status)
@@ -190,9 +178,15 @@ class _Replay:
         for worker in workers:
             worker.tally.CopyFrom(tally_of(self._statistics.worker(worker.worker_id)))
             worker.silent_seconds = max(0.0, now - self._heard.get(worker.worker_id, self._began))
-            if at_work and worker.silent_seconds < WINDOW_MOST:
-                worker.state = "alive"
+            left_after = self._left.get(worker.worker_id, now) >= now or worker.state == "finished"
+            if at_work and left_after and worker.silent_seconds < WINDOW_MOST:
+                # Nor does a log have heartbeats.
+                worker.state, worker.silent_seconds = "alive", 0.0
         status.tally.CopyFrom(tally_of(total))
-        status.uptime_seconds, status.workers_alive = now - self._began, sum(each.state == "alive" for each in workers)
+        status.uptime_seconds = max(now, self._row_at) - self._began
+        status.workers_alive = sum(each.state == "alive" for each in workers)
         status.version_max, status.num_shards = max(self._versions.values(), default=0), len(self._versions)
-        return Answer(self._address, status, workers, staleness=histogram_of(total))
+        found = self._statistics.activities(self._num_steps, ACTIVITIES_MAX, now=math.inf if at_work else now)[0]
+        self._num_steps = found[-1].number if found else self._num_steps
+        steps = [activity_of(each, now=now) for each in found]
+        return Answer(self._address, status, workers, staleness=histogram_of(total), activity=steps)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pyps.core.protocols.paced import Serial, Ssp
 from pyps.units import counted, in_seconds
-from pyps.watch.answer import Answer, printable, waits_for, workers_of
+from pyps.watch.answer import Answer, waits_for, workers_of
 from pyps.watch.recent import Figures, Recent
 from pyps.watch.staleness import Expected
 from pyps_wire import inspector_pb2 as pb
@@ -35,23 +35,15 @@ class Verdict(NamedTuple):
     worker: str = ""
 
 
-def verdict(
+def verdicts(
     answers: Sequence[Answer], recent: Recent, *, silent: Mapping[str, float], busy: Mapping[str, float]
-) -> Verdict:
-    """Return what holds the run back now.
+) -> Iterator[Verdict]:
+    """Yield what may be said of what holds the run back now, the weightiest first.
 
     Args:
         silent: Seconds by address of servers that do not answer.
         busy: Processor cores in use by address, where known.
     """
-    found = next(_cases(answers, recent, silent, busy))
-    return Verdict(printable(found.sentence), found.worker)
-
-
-def _cases(
-    answers: Sequence[Answer], recent: Recent, silent: Mapping[str, float], busy: Mapping[str, float]
-) -> Iterator[Verdict]:
-    """Yield all that may be said, the weightiest first."""
     states = {answer.state for answer in answers}
     if states & {"finished", "draining"}:
         version = max(answer.status.version_max for answer in answers)

@@ -122,7 +122,8 @@ def test_what_staleness_costs_is_of_the_gradients_since_the_last_change(clock):
     assert (before["buckets"], before["since"], before["costs"]) == ([[0, 10], [4, 10]], None, [2.0, 0.4])
     at_change = shown("hardsync", 2.0, {0: 10, 4: 10}, pushes_applied=20, staleness_mean=2.0, step_lost=0.4)
     assert (at_change["buckets"], at_change["since"], at_change["costs"]) == ([], 1002.0, [None, None])
-    after = shown("hardsync", 3.0, {0: 30, 4: 10}, pushes_applied=40, staleness_mean=1.0, step_lost=0.2)
+    for _ in range(2):
+        after = shown("hardsync", 3.0, {0: 30, 4: 10}, pushes_applied=40, staleness_mean=1.0, step_lost=0.2)
     assert (after["buckets"], after["mean"], after["max"], after["costs"]) == ([[0, 20]], 0, 0, [0.0, 0.0])
     # A server that starts again counts anew.
     assert shown("hardsync", 0.5, {0: 1}, pushes_applied=1)["since"] is None

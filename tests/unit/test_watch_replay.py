@@ -30,7 +30,7 @@ def logged(folder: Path) -> list[Path]:
         run.heartbeat("r", "a", 1, clock=sequence, scalars={"loss": 1 / sequence, "accuracy": 0.5})
         log.note(WAIT)
     for shard_id in run.content.shards:
-        run.push(PushPlan(shard_id, gradient(np.ones(SHARD_SIZE), worker_id="b")))
+        run.push(PushPlan(shard_id, gradient(np.ones(SHARD_SIZE), worker_id="b", sequence=1)))
     run.leave("r", "b", 1, failed=True, message="its process has ended")
     run.configure(protocol="hardsync", learning_rate=0.25)
     log.end()
