@@ -141,19 +141,9 @@ class History:
             if answer.status.roster:
                 self._staffed = answer.status
             for event in answer.events:
-                self._take_event(address, event, now)
+                self.add_event(now - event.age_seconds, address, event.kind, event.message, event.worker)
             for each in answer.activity:
                 self._take_activity(address, each, now)
-
-    def _take_event(self, address: str, event: pb.Event, now: float) -> None:
-        at, told = now - event.age_seconds, (*_in_words(event.kind, event.message, event.worker), event.worker)
-        # Several servers tell the same, each at its own time.
-        known = any(
-            each[2] != address and each[3:] == told and abs(each[1] - at) < SAME_EVENT_SECONDS
-            for each in islice(reversed(self.events), SAME_EVENT_AMONG)
-        )
-        if not known:
-            self.add_event(at, address, *told)
 
     def _take_activity(self, address: str, each: pb.Activity, now: float) -> None:
         ended = now - each.age_seconds
@@ -183,9 +173,15 @@ class History:
         self._add(self.waits, Wait, worker, began, ended, {"waited_for": waited_for})
 
     def add_event(self, at: float, address: str, kind: str, message: str, worker: str = "") -> None:
+        """Add an event, in plain words; what several servers tell, each at its own time, once."""
         with self._lock:
             at = round(at, 3) if 0 <= at < math.inf else self._clock()
-            kind, message = _in_words(kind, message, worker)
+            kind, message = in_words(kind, message, worker)
+            if any(
+                each[2] != address and each[3:] == (kind, message, worker) and abs(each[1] - at) < SAME_EVENT_SECONDS
+                for each in islice(reversed(self.events), SAME_EVENT_AMONG)
+            ):
+                return
             if kind in TURNS or _is_change(kind, message):
                 self._turns.append(at)
             self._append(self.events, (self._next(), at, address, kind, message, worker), EVENTS_MAX)
@@ -233,8 +229,8 @@ class History:
                 "id": self.id,
                 "live": self._live,
                 "steps": [[step.n, _shown(step.worker), *step[2:]] for step in _newer(self.steps, since)],
-                "waits": [[*_shown_wait(wait)] for wait in _newer(self.waits, since)],
-                "events": [[*map(_clean, event)] for event in _newer(self.events, since)],
+                "waits": _clean(_newer(self.waits, since)),
+                "events": _clean(_newer(self.events, since)),
             }
 
     # What follows is called under the lock.
@@ -429,7 +425,7 @@ def _is_other(before: Answer, answer: Answer) -> bool:
     return "" not in (then[0], now[0]) and then != now
 
 
-def _in_words(kind: str, message: str, worker: str) -> tuple[str, str]:
+def in_words(kind: str, message: str, worker: str) -> tuple[str, str]:
     """Return an event's kind, "failed" for a worker that left so, and its message with the worker's name in front."""
     what, found, facts = message.partition(f": worker {worker}")
     if not worker or not found or not what.startswith("worker"):
@@ -484,10 +480,6 @@ def _newer(kept: deque[Any], number: int) -> list[Any]:
 def _name(kind: Any, number: int) -> str:
     known = number in kind.values()
     return kind.Name(number).partition("_")[2].lower() if known else f"{number}"
-
-
-def _shown_wait(wait: Wait) -> tuple[Any, ...]:
-    return (wait.n, _shown(wait.worker), wait.began, wait.ended, [*map(_shown, wait.waited_for)])
 
 
 _shown = lru_cache(of.printable)

@@ -17,7 +17,7 @@ from pyps.storage.plain import push_from_plain
 from pyps.storage.replay import ShardLog, lines_in, log_paths
 from pyps.storage.update_log import UpdateLogError
 from pyps.watch.answer import Answer
-from pyps.watch.history import History, counts
+from pyps.watch.history import History, counts, in_words
 from pyps.watch.recent import WINDOW_MOST
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
@@ -88,7 +88,7 @@ class _Replay:
         worker = self._workers.setdefault(name, pb.WorkerInfo(worker_id=name)) if name else pb.WorkerInfo()
         if line["event"] == "run":
             self._history.add_event(at, f"{source}", line["kind"], line["message"], name)
-            *_, kind, message, _ = self._history.events[-1]
+            kind, message = in_words(line["kind"], line["message"], name)
             worker.state = STATES.get(kind, worker.state)
             self._left[name] = now
             worker.message = message.partition(": ")[2] if kind == "failed" else worker.message
