@@ -267,7 +267,7 @@ def test_it_asks_for_a_token_says_when_the_dashboard_is_gone_and_goes_on_when_it
             page.locator("#broken").wait_for(state="hidden")
 
 
-def test_names_of_workers_are_text_and_256_of_them_keep_the_page_quick(browser, tmp_path, record_property):
+def test_names_of_workers_are_text_and_256_of_them_keep_the_page_quick(browser):
     names = [f"<img src=x onerror=alert({index})>" for index in range(254)] + ["constructor", "__proto__"]
     history, now = History(live=True), time.time()
     for index, name in enumerate(names):
@@ -291,7 +291,7 @@ def test_names_of_workers_are_text_and_256_of_them_keep_the_page_quick(browser, 
         page.locator("#workers tbody tr").nth(255).wait_for()
         until(page, "pyps.timeline.painted.at(-1) - pyps.timeline.painted[0] > 900")
         frames = page.evaluate("pyps.timeline.painted.length")
-        record_property("frames_a_second", frames)
+        print(f"{frames} frames a second with 256 workers")
         assert frames > 5
         assert page.evaluate("Object.keys(Object.prototype).length") == 0
         assert page.locator("img").count() == 0

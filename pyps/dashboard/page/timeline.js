@@ -347,13 +347,15 @@ class Timeline {
     look.hatched.setTransform(new DOMMatrix().translate(-(this.from * scale) % 8, 0).scale(1 / devicePixelRatio));
     ink.fillStyle = look.hatched;
     ink.fillRect(x, y + 2, end - x, height - 4);
-    const slow = others.includes(this.slow), words = `for ${slow ? `◆ ${this.slow}` : others[0]}${others.length > 1 ? ` +${others.length - 1}` : ""}`;
-    const room = ink.measureText(words).width + 8;
-    if (!others.length || height < 16 || room > end - x - 4) return;
+    const slow = others.includes(this.slow), more = others.length > 1 ? ` +${others.length - 1}` : "";
+    const words = `for ${slow ? `◆ ${this.slow}` : others[0]}${more}`, room = ink.measureText(words).width + 8;
+    // The end of a wait that goes on is out of sight: its words stand near what is seen of its begin.
+    const from = Math.max(0, x), middle = from + Math.min(90, (end - from) / 2);
+    if (!others.length || height < 16 || room > end - from - 4) return;
     ink.fillStyle = look.card;
-    ink.fillRect((x + end - room) / 2, y + height / 2 - 8, room, 16);
+    ink.fillRect(middle - room / 2, y + height / 2 - 8, room, 16);
     ink.fillStyle = slow ? look.slow : look.quiet;
-    ink.fillText(words, (x + end) / 2, y + height / 2 + 0.5);
+    ink.fillText(words, middle, y + height / 2 + 0.5);
   }
 
   drawUpdates({ ink, look, x, wide }, lanes) {
