@@ -99,7 +99,7 @@ def difference(tally: pb.Tally, before: pb.Tally) -> pb.Tally:
         setattr(found, name, max(0, getattr(tally, name) - getattr(before, name)))
     for name in ("staleness_mean", "step_lost"):
         total = getattr(tally, name) * taken(tally) - getattr(before, name) * taken(before)
-        setattr(found, name, total / max(1, taken(found)))
+        setattr(found, name, max(0.0, total / max(1, taken(found))))
     return found
 
 
