@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 import termios
 import time
@@ -53,17 +54,23 @@ def top(servers: Servers = "127.0.0.1:7611", token_file: ObserverTokenFile = Non
     watch, view, console = Watch(places, token_file), View(), Console()
     watch.start()
     with Live(console=console, screen=True, auto_refresh=False) as live, _keys():
-        try:
-            ended = False
-            while not ended:
-                view.take(watch.history.to_json(view.number))
-                size, until = console.size, time.monotonic() + INTERVAL_SECONDS
-                live.update(view.picture(watch.history.rows, *size), refresh=True)
-                while not ended and time.monotonic() < until and console.size == size:
-                    pressed = os.read(sys.stdin.fileno(), 64) if select.select([sys.stdin], [], [], 0.1)[0] else None
-                    ended = pressed is not None and (b"q" in pressed or not pressed)
-        except KeyboardInterrupt:
-            pass
+        # A KeyboardInterrupt would be lost in code that C calls back.
+        ended = False
+
+        def end(*_: object) -> None:
+            nonlocal ended
+            ended = True
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, end)
+        while not ended:
+            view.take(watch.history.to_json(view.number))
+            size, until = console.size, time.monotonic() + INTERVAL_SECONDS
+            live.update(view.picture(watch.history.rows, *size), refresh=True)
+            while not ended and time.monotonic() < until and console.size == size:
+                if select.select([sys.stdin], [], [], 0.1)[0]:
+                    pressed = os.read(sys.stdin.fileno(), 64)
+                    ended = b"q" in pressed or not pressed
     watch.close()
 
 

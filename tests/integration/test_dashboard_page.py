@@ -201,8 +201,11 @@ def test_a_run_is_seen_as_it_is(browser, start_server, tmp_path):
         page.locator(".server.lost").wait_for()
         for kind in ("configured", "expired", "failed", "lost"):
             until(page, f"pyps.charts.loss.marks.includes('{kind}') && pyps.charts.marks.marks.includes('{kind}')")
-            assert page.locator("#events .bad", has_text=kind).count() == (kind != "configured")
-        assert KILLED in page.inner_text("#events")
+            grave = page.locator("#events .bad", has_text=kind)
+            wait_until(
+                lambda grave=grave, kind=kind: grave.count() == (kind != "configured"), what=f"{kind} in the list"
+            )
+        wait_until(lambda: KILLED in page.inner_text("#events"), what="the killed worker's event")
         assert f"{other.control} does not answer" in page.inner_text("#events")
         assert page.inner_text("#state") == "1 of 2 servers silent"
         dead = page.locator("#workers tbody tr.dead").all_inner_texts()

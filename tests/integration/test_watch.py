@@ -53,7 +53,7 @@ def test_who_holds_the_others_up_is_known_from_one_look(start_server):
     try:
         wait_until(lambda: len(look(*servers).steps) >= 16, what="16 steps")
         history = look(*servers)
-        shown = shell("status", "--servers", ",".join(server.control for server in servers))
+        shown = " ".join(shell("status", "--servers", ",".join(server.control for server in servers)).split())
     finally:
         ended.set()
         for worker in workers:
