@@ -103,13 +103,13 @@ def test_a_store_that_does_not_answer_is_told_and_what_it_holds_is_not_denied(bu
 
 
 def test_servers_save_there_and_go_on_from_there_in_another_number(bucket, start_server, tmp_path):
-    folder = f"{bucket}/job"
+    folder = f"{bucket}/trained"
     server = start_server("--checkpoint-dir", f"{folder}/server-0")
     with WireWorker(server.data) as worker:
         worker.join(value=5.0)
         worker.push(worker.push_request(1.0))
         saved = inspect(server.control, "SaveCheckpoint", pb.SaveCheckpointRequest())
-        assert saved.path.startswith("s3:/checkpoints/job/server-0/checkpoint-0000000")
+        assert saved.path.startswith("s3:/checkpoints/trained/server-0/checkpoint-0000000")
         held = checksums(server.control)
     assert server.stop() == 0
     again = start_server("--checkpoint-dir", f"{folder}/server-0", "--resume")
