@@ -15,7 +15,7 @@ from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work_wire
 
-COUNT_MAX = 2**64 - 1
+PUSHES = tuple(f"pushes_{outcome}" for outcome in ("applied", "pending", "rejected", "dropped", "duplicate"))
 # Steps and waits in a reply, for the sake of the server.
 ACTIVITY_MAX = 1000
 WORDS_MAX = 1000
@@ -41,9 +41,7 @@ class Answer:
 
     @property
     def state(self) -> str:
-        """The run's state in lower case; "" for none, and for one of a newer server."""
-        known = self.status.state in common.RunState.values()[1:]
-        return common.RunState.Name(self.status.state).removeprefix("RUN_STATE_").lower() if known else ""
+        return name_of(common.RunState, self.status.state, "RUN_STATE_")
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -79,28 +77,18 @@ def taken(tally: pb.Tally) -> int:
     return tally.pushes_applied + tally.pushes_pending
 
 
-def merged(tallies: Sequence[pb.Tally]) -> pb.Tally:
-    """Return the counts of several servers in one; means are weighted by the gradients taken."""
-    total = pb.Tally(staleness_max=max(tally.staleness_max for tally in tallies))
-    counts = ("pushes_applied", "pushes_pending", "pushes_rejected", "pushes_dropped", "pushes_duplicate")
-    for name in (*counts, "bytes_in", "bytes_out"):
-        setattr(total, name, min(COUNT_MAX, sum(getattr(tally, name) for tally in tallies)))
+def merged(tallies: Sequence[pb.Tally], before: Sequence[pb.Tally] = ()) -> pb.Tally:
+    """Return the counts of several servers in one, since those before; means are weighted by the gradients taken."""
+    total = pb.Tally(staleness_max=max((tally.staleness_max for tally in tallies), default=0))
+    for name in (*PUSHES, "bytes_in", "bytes_out"):
+        count = sum(getattr(tally, name) for tally in tallies) - sum(getattr(tally, name) for tally in before)
+        setattr(total, name, max(0, count))
     total.blocked_seconds = sum(tally.blocked_seconds for tally in tallies)
     for name in ("staleness_mean", "step_lost"):
-        weighed = sum(getattr(tally, name) * taken(tally) for tally in tallies)
-        setattr(total, name, weighed / max(1, taken(total)))
+        now, then = (sum(getattr(tally, name) * taken(tally) for tally in each) for each in (tallies, before))
+        # Differences of means are not exact.
+        setattr(total, name, max(0.0, now - then) / max(1, taken(total)))
     return total
-
-
-def difference(tally: pb.Tally, before: pb.Tally) -> pb.Tally:
-    """Return the counts of gradients since an earlier tally, and their means."""
-    found = pb.Tally(staleness_max=tally.staleness_max)
-    for name in ("pushes_applied", "pushes_pending"):
-        setattr(found, name, max(0, getattr(tally, name) - getattr(before, name)))
-    for name in ("staleness_mean", "step_lost"):
-        total = getattr(tally, name) * taken(tally) - getattr(before, name) * taken(before)
-        setattr(found, name, max(0.0, total / max(1, taken(found))))
-    return found
 
 
 def codecs_of(worker: pb.WorkerInfo) -> str:
@@ -112,3 +100,8 @@ def codecs_of(worker: pb.WorkerInfo) -> str:
 def printable(words: str) -> str:
     """Return the words without control characters, which names from workers may contain, and not at any length."""
     return "".join(character if character.isprintable() else "?" for character in words[:WORDS_MAX])
+
+
+def name_of(kind: Any, number: int, prefix: str) -> str:
+    """Return an enum's value in lower case; "" for none, and the number for one of a newer server."""
+    return kind.Name(number).removeprefix(prefix).lower() if number in kind.values()[1:] else f"{number or ''}"

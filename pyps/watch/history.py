@@ -9,13 +9,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import islice
+from itertools import takewhile
 from threading import RLock
 from typing import Any
 
 from pyps.control import not_named
-from pyps.watch import answer as of
-from pyps.watch.answer import Answer, merged, waits_for, workers_of
+from pyps.watch.answer import Answer, merged, name_of, printable, taken, waits_for, workers_of
 from pyps.watch.recent import Figures, Recent, Step, Wait
 from pyps.watch.staleness import Expected
 from pyps.watch.verdict import Verdict, verdicts
@@ -26,7 +25,7 @@ ROWS_MAX = 2048
 STEPS_MAX = 50_000
 STEPS_SECONDS = 900.0
 EVENTS_MAX = 2000
-SAME_EVENT_SECONDS, SAME_EVENT_AMONG = 10.0, 300
+SAME_EVENT_SECONDS = 10.0
 # Rates are of so many seconds: a worker's count of steps goes up by whole ones.
 RATE_SECONDS = 5.0
 # What came before one of these tells nothing of now; a change of the settings is one too.
@@ -34,7 +33,7 @@ TURNS = frozenset(("failed", "expired", "found"))
 # Workers whose losses rows have; of more the first by name.
 LOSSES_MAX = 64
 # What a thinner row takes from its newest; of other numbers it has the mean.
-LATEST = ("version", "seen", "alive", "score")
+LATEST = ("n", "t", "version", "seen", "alive", "score")
 # Kinds of memory, and their fields in an answer.
 MEMORY = {name: name for name in ("parameters", "slots", "shared")} | {"waiting": "pending", "in flight": "in_flight"}
 Key = str | tuple[str, str]
@@ -42,43 +41,36 @@ Key = str | tuple[str, str]
 
 @dataclass
 class Server:
-    """One server: its last answer or error, and what it counted a second between its last two answers."""
+    """One server: its last answer or error, and what it counts a second."""
 
     address: str
     answer: Answer | None = None
     error: str = ""
-    # Times of day: when this life of it began, and since when it has not answered.
+    # Times of day: when this life of it began, since when it has not answered, when protocol or policy changed last.
     began: float = math.nan
     silent_since: float = math.nan
-    # Its answer right after the last change of protocol or policy in this life, and when that was.
-    base: Answer | None = None
     since: float | None = None
-    # By worker its counts since then.
-    tallies: Mapping[str, pb.Tally] = field(default_factory=dict)
+    # Its answer right after that change.
+    base: Answer | None = None
     skipped: int = 0
     rates: Mapping[Key, float] = field(default_factory=dict)
-    # Its uptime and counts in the last seconds; none before it has settled.
+    # Its uptime and counts in the last seconds; none before the uptime at which it has settled.
     _samples: deque[tuple[float, Mapping[Key, float]]] = field(default_factory=deque)
-    _settles: float = -math.inf
+    _settles: float = 0.0
 
-    def take(self, answer: Answer, now: float) -> None:
-        before, was_silent, self.answer, self.error = self.answer, bool(self.error), answer, ""
-        uptime, now_counted = answer.status.uptime_seconds, counts(answer)
-        self.skipped += answer.skipped
-        lives_on = before is not None and 0 <= uptime - before.status.uptime_seconds < math.inf
+    def take(self, answer: Answer, now: float) -> bool:
+        """Take an answer; return whether protocol or policy have changed since the one before."""
+        before, uptime, now_counted = self.answer, answer.status.uptime_seconds, counts(answer)
+        lives_on = before is not None and not self.error and uptime >= before.status.uptime_seconds
+        changed = before is not None and lives_on and _is_other(before.status, answer.status)
         if not lives_on:
-            self.began, self.base, self.since = now - uptime, None, None
-        if before is not None and (was_silent or not lives_on):
             # What workers send again is no speed of theirs.
-            self._settles = now + RATE_SECONDS
-        told = any(_is_change(event.kind, event.message) for event in answer.events)
-        if told if before is None else lives_on and _is_other(before, answer):
+            self._settles = uptime + RATE_SECONDS if before else 0.0
+            self.began, self.base, self.since = now - uptime, None, None
+        if changed or (before is None and any(_is_change(event.kind, event.message) for event in answer.events)):
             self.base, self.since = answer, now
-        then = {each.worker_id: each.tally for each in self.base.workers} if self.base else {}
-        self.tallies = {
-            each.worker_id: of.difference(each.tally, then.get(each.worker_id, pb.Tally())) for each in answer.workers
-        }
-        if not lives_on or now < self._settles:
+        self.answer, self.error, self.skipped = answer, "", self.skipped + answer.skipped
+        if uptime < self._settles:
             self._samples.clear()
         self._samples.append((uptime, now_counted))
         while len(self._samples) > 2 and self._samples[1][0] <= uptime - RATE_SECONDS:
@@ -87,12 +79,16 @@ class Server:
         first = {key: (at, count) for at, kept in reversed(self._samples) for key, count in kept.items()}
         spans = {key: (uptime - first[key][0], count - first[key][1]) for key, count in now_counted.items()}
         self.rates = {key: max(0.0, count) / seconds for key, (seconds, count) in spans.items() if seconds > 0}
+        return changed
 
     @property
     def ages(self) -> Counter[int]:
-        """The gradients since then by staleness."""
-        answer, base = self.answer or Answer(self.address, pb.Status()), self.base or Answer(self.address, pb.Status())
-        return Counter(_buckets(answer)) - Counter(_buckets(base))
+        """The gradients since that change by staleness."""
+        now, then = (
+            Counter({bucket.staleness: bucket.count for bucket in each.staleness.buckets} if each else {})
+            for each in (self.answer, self.base)
+        )
+        return now - then
 
 
 class History:
@@ -135,9 +131,8 @@ class History:
                 return
             if server.error:
                 self.add_event(now, address, "found", f"{address} answers again")
-            if self._live and server.answer and _is_other(server.answer, answer):
+            if server.take(answer, now):
                 self._turns.append(now)
-            server.take(answer, now)
             if answer.status.roster:
                 self._staffed = answer.status
             for event in answer.events:
@@ -146,7 +141,7 @@ class History:
                 self._take_activity(address, each, now)
 
     def _take_activity(self, address: str, each: pb.Activity, now: float) -> None:
-        ended = now - each.age_seconds
+        began, ended = now - each.age_seconds - each.seconds, now - each.age_seconds
         source, last = self._sources.get(each.worker_id, (address, -math.inf))
         # Several servers list the same steps, a moment apart.
         order = list(self.servers)
@@ -155,36 +150,36 @@ class History:
             return
         self._sources[each.worker_id] = (address, ended)
         if not each.sequence:
-            self.add_wait(each.worker_id, ended - each.seconds, ended, waited_for=tuple(each.waited_for))
+            self.add_wait(each.worker_id, began, ended, waited_for=tuple(each.waited_for))
             return
-        facts = {
-            "outcome": _name(common.Outcome, each.outcome),
-            "staleness": max(0, each.staleness),
-            "updates": each.updates,
-        }
-        reason = _name(common.Reason, each.reason) if each.reason else ""
-        self.add_step(each.worker_id, ended - each.seconds, ended, reason=reason, **facts)
+        outcome = name_of(common.Outcome, each.outcome, "OUTCOME_")
+        reason = name_of(common.Reason, each.reason, "REASON_")
+        facts = {"staleness": each.staleness, "outcome": outcome, "reason": reason, "updates": each.updates}
+        self.add_step(each.worker_id, began, ended, **facts)
 
     def add_step(self, worker: str, began: float, ended: float, **facts: Any) -> None:
         """Add a step with the further facts of a `Step`; times are of day."""
-        self._add(self.steps, Step, worker, began, ended, facts)
+        with self._lock:
+            step = Step(self._next(), worker, round(began, 3), round(ended, 3), **facts)
+            self._keep(self.steps, step, STEPS_MAX)
 
     def add_wait(self, worker: str, began: float, ended: float, waited_for: Sequence[str]) -> None:
-        self._add(self.waits, Wait, worker, began, ended, {"waited_for": waited_for})
+        with self._lock:
+            wait = Wait(self._next(), worker, round(began, 3), round(ended, 3), waited_for)
+            self._keep(self.waits, wait, STEPS_MAX)
 
     def add_event(self, at: float, address: str, kind: str, message: str, worker: str = "") -> None:
         """Add an event, in plain words; what several servers tell, each at its own time, once."""
         with self._lock:
-            at = round(at, 3) if 0 <= at < math.inf else self._clock()
             kind, message = in_words(kind, message, worker)
             if any(
                 each[2] != address and each[3:] == (kind, message, worker) and abs(each[1] - at) < SAME_EVENT_SECONDS
-                for each in islice(reversed(self.events), SAME_EVENT_AMONG)
+                for each in self.events
             ):
                 return
             if kind in TURNS or _is_change(kind, message):
                 self._turns.append(at)
-            self._append(self.events, (self._next(), at, address, kind, message, worker), EVENTS_MAX)
+            self._keep(self.events, (self._next(), round(at, 3), address, kind, message, worker), EVENTS_MAX)
 
     def add_row(self, row: Mapping[str, Any]) -> None:
         """Add the figures of an interval, which ends at `row["t"]`; thin the earlier ones if there are too many."""
@@ -239,12 +234,7 @@ class History:
         self._number += 1
         return self._number
 
-    def _add(self, kept: deque[Any], kind: Any, worker: str, began: float, ended: float, facts: Any) -> None:
-        with self._lock:
-            if math.isfinite(began + ended):
-                self._append(kept, kind(self._next(), worker, round(began, 3), round(ended, 3), **facts), STEPS_MAX)
-
-    def _append(self, kept: deque[Any], entry: Any, most: int) -> None:
+    def _keep(self, kept: deque[Any], entry: tuple[Any, ...], most: int) -> None:
         kept.append(entry)
         if len(kept) > most:
             self._forgotten = max(self._forgotten, kept.popleft()[0])
@@ -252,62 +242,54 @@ class History:
     def _judge(self) -> tuple[Recent, Verdict]:
         with self._lock:
             if self._judged is None:
-                now, answers = self._clock(), self.answers
+                now, answers, servers = self._clock(), self.answers, self.servers.values()
                 since = max((at for at in self._turns if at <= now), default=-math.inf)
                 recent = Recent(answers, reversed(self.steps), reversed(self.waits), now=now, since=since)
-                silent = {each.address: now - each.silent_since for each in self.servers.values() if each.error}
-                busy = {each.address: each.rates.get("cpu", 0.0) for each in self.servers.values()}
+                silent = {each.address: now - each.silent_since for each in servers if each.error}
+                busy = {each.address: each.rates.get("cpu", 0.0) for each in servers}
                 found = next(verdicts(answers, recent, silent=silent, busy=busy))
                 self._judged = recent, found._replace(sentence=_shown(found.sentence))
             return self._judged
 
-    def _rate(self, key: Key) -> float | None:
-        """Return what each server counts a second, as the first one says that answers."""
-        return next((server.rates[key] for server in self.servers.values() if key in server.rates), None)
+    def _rate(self, key: Key, join: Callable[[list[float]], float] = sum) -> float | None:
+        """Return what the servers count a second; None where that is not known."""
+        known = [server.rates[key] for server in self.servers.values() if key in server.rates]
+        return join(known) if known else None
 
     def _pace(self, worker: str) -> float:
         """Return the steps a second of a worker, from who gets its pushes: others hear of them by heartbeats."""
         pushed = max(self.servers.values(), key=lambda server: server.rates.get((worker, "bytes_in"), 0.0))
         return pushed.rates.get((worker, "steps"), 0.0)
 
-    def _sum(self, key: Key) -> float | None:
-        known = [server.rates[key] for server in self.servers.values() if key in server.rates]
-        return sum(known) if known else None
-
     def _row(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        workers = workers_of(answers)
+        workers, updates, gradients = workers_of(answers), self._rate("updates", max), self._rate("taken")
         alive = [known[0] for _, known in sorted(workers.items()) if known[0].state == "alive"]
         losses = [(info.worker_id, info.scalars["loss"]) for info in alive if "loss" in info.scalars]
-        rates: dict[str, Any] = {
-            "steps": sum(map(self._pace, workers)),
-            "updates": self._rate("updates"),
-            **{name: self._sum(name) for name in ("bytes_in", "bytes_out")},
-        }
         row = {
-            **(rates if any(server.rates for server in self.servers.values()) else {}),
-            "version": max(answer.status.version_max for answer in answers),
-            "seen": max(answer.status.examples for answer in answers),
-            "alive": max(answer.status.workers_alive for answer in answers),
+            "steps": None if updates is None else sum(map(self._pace, workers)),
+            "updates": updates,
+            "bytes_in": self._rate("bytes_in"),
+            "bytes_out": self._rate("bytes_out"),
+            "version": _most("version_max", answers),
+            "seen": _most("examples", answers),
+            "alive": _most("workers_alive", answers),
             "waited": self._judge()[0].share_waited(RATE_SECONDS),
+            "staleness": (self._rate("staleness") or 0.0) / gradients if gradients else None,
             "queue": max(map(_queue, answers)),
             "loss": dict(losses[:LOSSES_MAX]),
             "cpu": {each.address: each.rates["cpu"] for each in self.servers.values() if "cpu" in each.rates},
         }
-        if gradients := self._sum("taken"):
-            row["staleness"] = (self._sum("staleness") or 0.0) / gradients
-        return {name: value for name, value in row.items() if value != {}}
+        return {name: value for name, value in row.items() if value not in (None, {})}
 
     def _head(self) -> dict[str, Any]:
-        now, (recent, judged) = self._clock(), self._judge()
+        now, (recent, judged), servers = self._clock(), self._judge(), self.servers.values()
         # Of a run whose servers are all gone, as they are at its end, what they said last.
-        last = [server.answer for server in self.servers.values() if server.answer]
-        answers = self.answers or last or [Answer("", pb.Status())]
+        answers = self.answers or [server.answer for server in servers if server.answer] or [Answer("", pb.Status())]
         status = answers[0].status
-        rates = [rate.current for rate in status.learning_rates]
-        statuses = [answer.status for answer in answers]
-        warnings = [warning for each in statuses for warning in each.warnings]
+        warnings = [warning for each in answers for warning in each.status.warnings]
         warnings += [f"{each.address}: {failed}" for each in answers if (failed := each.status.checkpoint_failure)]
-        warnings += [not_named(statuses)] if len(answers) == len(self.servers) else []
+        warnings += [not_named([each.status for each in answers])] if len(answers) == len(servers) else []
+        bases = workers_of([server.base for server in servers if server.base and not server.error])
         return {
             "now": round(now, 3),
             "run": status.run_id,
@@ -315,29 +297,32 @@ class History:
             "protocol": status.protocol,
             "staleness_policy": status.staleness,
             "rule": status.optimizer.rule,
-            "rate": rates[0] if rates else None,
+            "rate": next((rate.current for rate in status.learning_rates), None),
             "schedule": "" if status.schedule == "constant" else status.schedule,
             "warmup": status.warmup if status.warming_up else "",
-            "version": max(each.version_max for each in statuses),
-            "examples": max(each.examples for each in statuses),
-            "alive": max(each.workers_alive for each in statuses),
-            "began": min((each.began for each in self.servers.values() if each.answer), default=None),
+            "version": _most("version_max", answers),
+            "examples": _most("examples", answers),
+            "alive": _most("workers_alive", answers),
+            "began": min((each.began for each in servers if each.answer), default=None),
             "sentence": judged.sentence,
             "slow": judged.worker,
             "warnings": list(dict.fromkeys(filter(None, warnings))),
-            "skipped": max((each.skipped for each in self.servers.values()), default=0),
-            "servers": [self._server(each, now) for each in self.servers.values()],
-            "workers": [self._worker(name, known, recent) for name, known in sorted(workers_of(answers).items())],
+            "skipped": max((each.skipped for each in servers), default=0),
+            "servers": [self._server(each, now) for each in servers],
+            "workers": [
+                self._worker(name, known, bases.get(name, ()), recent.workers.get(name, Figures()))
+                for name, known in sorted(workers_of(answers).items())
+            ],
             "staleness": self._staleness(self._staffed or status),
         }
 
     def _staleness(self, status: pb.Status) -> dict[str, Any]:
         """Return what the law and the policies say of the gradients since the last change of either."""
         buckets = sum((server.ages for server in self.servers.values()), Counter[int]())
-        expected, total = Expected(status), buckets.total()
+        expected = Expected(status)
         return {
             "buckets": sorted(map(list, buckets.items())),
-            "mean": sum(stale * count for stale, count in buckets.items()) / max(1, total),
+            "mean": sum(stale * count for stale, count in buckets.items()) / max(1, buckets.total()),
             "max": max(buckets, default=0),
             "law": expected.law,
             "law_words": expected.law_words,
@@ -347,8 +332,7 @@ class History:
 
     def _server(self, server: Server, now: float) -> dict[str, Any]:
         answer = server.answer or Answer(server.address, pb.Status())
-        memory = answer.memory
-        kinds = {name: getattr(memory, f"{field}_bytes") for name, field in MEMORY.items()}
+        kinds = {name: getattr(answer.memory, f"{field}_bytes") for name, field in MEMORY.items()}
         return {
             "address": server.address,
             "error": server.error,
@@ -357,40 +341,31 @@ class History:
             "version": answer.status.version_max,
             "queue": _queue(answer),
             "cpu": server.rates.get("cpu"),
-            "memory": {**kinds, "other": max(0, memory.resident_bytes - sum(kinds.values()))},
-            **_fields(answer.status, "checkpoint", "standby"),
+            "memory": {**kinds, "other": max(0, answer.memory.resident_bytes - sum(kinds.values()))},
+            "checkpoint": answer.status.checkpoint,
+            "standby": answer.status.standby,
         }
 
-    def _worker(self, name: str, known: Sequence[pb.WorkerInfo], recent: Recent) -> dict[str, Any]:
-        latest, tally = known[0], merged([each.tally for each in known])
-        since = merged([server.tallies[name] for server in self.servers.values() if name in server.tallies])
-        costs = _fields(since, "staleness_mean", "step_lost") if of.taken(since) else {}
-        figures = recent.workers.get(name, Figures())
-        num_shards = max(1, sum(server.answer.status.num_shards for server in self.servers.values() if server.answer))
+    def _worker(
+        self, name: str, known: Sequence[pb.WorkerInfo], before: Sequence[pb.WorkerInfo], figures: Figures
+    ) -> dict[str, Any]:
+        latest, since = known[0], merged([each.tally for each in known], [each.tally for each in before])
+        costs = bool(taken(since))
         return {
             "name": name,
-            **_fields(latest, "state", "host", "device", "message", "silent_seconds"),
+            **{field: getattr(latest, field) for field in ("state", "host", "device", "message")},
             "steps": latest.clock,
             "pace": self._pace(name),
             "loss": latest.scalars.get("loss"),
-            "staleness_mean": None,
-            "step_lost": None,
-            **costs,
-            "staleness_max": tally.staleness_max,
+            "staleness_mean": since.staleness_mean if costs else None,
+            "step_lost": since.step_lost if costs else None,
             "waited": figures.share_waited,
             "slower": figures.slower,
             "waits_for": waits_for(known),
             "transport": ", ".join(sorted({each.transport for each in known} - {""})),
-            "codecs": of.codecs_of(latest),
-            "applied": round(of.taken(tally) / num_shards),
-            "rejected": round(tally.pushes_rejected / num_shards),
-            "dropped": round(tally.pushes_dropped / num_shards),
-            **{key: self._sum((name, key)) for key in ("bytes_in", "bytes_out")},
+            "bytes_in": self._rate((name, "bytes_in")),
+            "bytes_out": self._rate((name, "bytes_out")),
         }
-
-
-def _fields(message: Any, *names: str) -> dict[str, Any]:
-    return {name: getattr(message, name) for name in names}
 
 
 def counts(answer: Answer) -> dict[Key, float]:
@@ -398,7 +373,7 @@ def counts(answer: Answer) -> dict[Key, float]:
     status, tally = answer.status, answer.status.tally
     found: dict[Key, float] = {"updates": status.version_max, "cpu": status.cpu_seconds}
     found |= {"bytes_in": tally.bytes_in, "bytes_out": tally.bytes_out}
-    found |= {"taken": of.taken(tally), "staleness": tally.staleness_mean * of.taken(tally)}
+    found |= {"taken": taken(tally), "staleness": tally.staleness_mean * taken(tally)}
     for worker in answer.workers:
         name = worker.worker_id
         found[name, "steps"] = worker.clock
@@ -406,23 +381,24 @@ def counts(answer: Answer) -> dict[Key, float]:
     return found
 
 
+def _most(count: str, answers: Sequence[Answer]) -> int:
+    counts: list[int] = [getattr(answer.status, count) for answer in answers]
+    return max(counts)
+
+
 def _queue(answer: Answer) -> int:
     """Return how many gradients wait, each of several shards."""
     return math.ceil(answer.status.pending_gradients / max(1, answer.status.num_shards))
-
-
-def _buckets(answer: Answer) -> dict[int, int]:
-    return {max(0, bucket.staleness): bucket.count for bucket in answer.staleness.buckets}
 
 
 def _is_change(kind: str, message: str) -> bool:
     return kind == "configured" and ("protocol" in message or "staleness" in message)
 
 
-def _is_other(before: Answer, answer: Answer) -> bool:
+def _is_other(before: pb.Status, now: pb.Status) -> bool:
     """Tell whether another protocol or policy is in force."""
-    then, now = ((each.protocol, each.staleness, each.warming_up) for each in (before.status, answer.status))
-    return "" not in (then[0], now[0]) and then != now
+    changed = any(getattr(before, name) != getattr(now, name) for name in ("protocol", "staleness", "warming_up"))
+    return changed and "" not in (before.protocol, now.protocol)
 
 
 def in_words(kind: str, message: str, worker: str) -> tuple[str, str]:
@@ -445,7 +421,8 @@ def _thinned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         kept, start = rows[:1], rows[0]["t"]
         for row in rows[1:]:
             if len(kept) > 1 and row["t"] - start <= part * (rows[-1]["t"] - row["t"]):
-                kept[-1] = _joined(kept[-1], row, of_first=(kept[-1]["t"] - start) / max(1e-9, row["t"] - start))
+                joined = _joined(kept[-1], row, (kept[-1]["t"] - start) / max(1e-9, row["t"] - start))
+                kept[-1] = joined | {name: row[name] for name in LATEST if name in row}
             else:
                 start = kept[-1]["t"]
                 kept.append(row)
@@ -453,36 +430,20 @@ def _thinned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _joined(first: Mapping[str, Any], last: Mapping[str, Any], *, of_first: float) -> dict[str, Any]:
-    """Return one row in place of two."""
-    row = {**first, **last}
-    for name, value in last.items():
-        before = first.get(name)
-        if name in ("n", "t", *LATEST) or before is None or value is None:
-            continue
-        if isinstance(value, Mapping):
-            row[name] = {**before, **_joined(before, value, of_first=of_first)}
-        else:
-            row[name] = before * of_first + value * (1 - of_first)
-    return row
+def _joined(first: Any, last: Any, of_first: float) -> Any:
+    """Return one number in place of two, or such numbers by name; the first has a part of their time."""
+    if isinstance(last, Mapping):
+        first = first or {}
+        return {**first, **{name: _joined(first.get(name), each, of_first) for name, each in last.items()}}
+    return last if first is None or last is None else first * of_first + last * (1 - of_first)
 
 
 def _newer(kept: deque[Any], number: int) -> list[Any]:
     """Return the entries with a larger number, oldest first."""
-    newest_first = []
-    for entry in reversed(kept):
-        if entry[0] <= number:
-            break
-        newest_first.append(entry)
-    return newest_first[::-1]
+    return [*takewhile(lambda entry: entry[0] > number, reversed(kept))][::-1]
 
 
-def _name(kind: Any, number: int) -> str:
-    known = number in kind.values()
-    return kind.Name(number).partition("_")[2].lower() if known else f"{number}"
-
-
-_shown = lru_cache(of.printable)
+_shown = lru_cache(printable)
 
 
 def _clean(value: Any) -> Any:

@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ STEPS_A_WORKER = 2
 STEPS_MAX = 5000
 # A server lists a step this late at most, after later ones of other workers.
 LATE_SECONDS = 10.0
+# A step takes long by both: seconds, and times its worker's median.
+LONG_SECONDS, LONG_TIMES = 2.0, 5.0
 
 
 class Step(NamedTuple):
@@ -32,6 +34,10 @@ class Step(NamedTuple):
     outcome: str = "applied"
     reason: str = ""
     updates: int = 1
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
 
 
 class Wait(NamedTuple):
@@ -52,8 +58,7 @@ class Figures:
     # The median of its steps' seconds, and how many times the others' medians' that is; None where not known.
     seconds: float | None = None
     slower: float | None = None
-    # When it was first seen, at the window's start or later; seconds since it last did anything.
-    began: float = math.inf
+    # Seconds since it last did anything.
     idle: float = 0.0
     share_waited: float = 0.0
 
@@ -77,34 +82,36 @@ class Recent:
         if len(newest) == STEPS_MAX:
             # Of many workers a few seconds tell enough.
             earliest = newest[-1].ended
+        steps_of: defaultdict[str, list[Step]] = defaultdict(list)
+        for step in newest:
+            if step.worker not in gone:
+                steps_of[step.worker].append(step)
+        long = [step for kept in steps_of.values() for step in kept if step.seconds >= long_seconds(median_of(kept))]
+        if len(long) == 1:
+            # One that does not come again, as of a process that was stopped and goes on, tells nothing of now.
+            earliest = max(earliest, long[0].ended)
         self.seconds = now - earliest
-        newest = [step for step in newest if step.worker not in gone]
         self._waits = [wait for wait in _since(earliest, waits) if wait.worker not in gone]
-        began: defaultdict[str, float] = defaultdict(lambda: math.inf)
-        last: defaultdict[str, float] = defaultdict(lambda: -math.inf)
-        for each in (*newest, *self._waits):
-            began[each.worker] = min(began[each.worker], each.began)
-            last[each.worker] = max(last[each.worker], each.ended)
+        done = [*chain(*steps_of.values()), *self._waits]
+        last: dict[str, float] = {}
+        for each in done:
+            last[each.worker] = max(each.ended, last.get(each.worker, -math.inf))
         # Under way, and so not listed yet.
         waiting = {name: waits_for(infos) for name, infos in known.items() if name in last and waits_for(infos)}
         self._waits += [Wait(0, name, last[name], now, others) for name, others in waiting.items()]
         self._end = now if waiting else max(last.values(), default=now)
-        steps_of: defaultdict[str, list[Step]] = defaultdict(list)
-        for step in newest:
-            steps_of[step.worker].append(step)
         reach = [kept[:STEPS_A_WORKER][-1].began for kept in steps_of.values()]
-        start = self._start = max(earliest, min([now - WINDOW_SECONDS, *reach]))
-        self.workers = {name: Figures(began=max(start, at), idle=now - last[name]) for name, at in began.items()}
-        waited, self.waited_for = self._waited_after(start)
+        first = min((each.began for each in done), default=now)
+        self._start = max(earliest, min([now - WINDOW_SECONDS, *reach]), first)
+        waited, self.waited_for = self._waited_after(self._start)
+        self.workers: dict[str, Figures] = {}
+        for name, ended in last.items():
+            since_start = [step for step in steps_of[name] if step.ended > self._start]
+            share = min(1.0, waited[name] / max(1e-9, self._end - self._start))
+            self.workers[name] = Figures(since_start, median_of(since_start), idle=now - ended, share_waited=share)
         for name, figures in self.workers.items():
-            figures.steps = [step for step in steps_of[name] if step.ended > start]
-            figures.share_waited = min(1.0, waited[name] / max(1e-9, self._end - figures.began))
-            figures.seconds = median(step.ended - step.began for step in figures.steps) if figures.steps else None
-        medians = {name: each.seconds for name, each in self.workers.items() if each.seconds is not None}
-        for name, seconds in medians.items():
-            others = [each for other, each in medians.items() if other != name]
-            of_others = median(others) if others else 0.0
-            self.workers[name].slower = seconds / of_others if of_others else None
+            others = [each.seconds for other, each in self.workers.items() if other != name and each.seconds]
+            figures.slower = figures.seconds / median(others) if figures.seconds and others else None
 
     @property
     def num_steps(self) -> int:
@@ -113,7 +120,7 @@ class Recent:
     def share_waited(self, last_seconds: float = math.inf) -> float:
         """Return for which share of all workers' time they waited."""
         start = max(self._start, self._end - last_seconds)
-        present = sum(max(0.0, self._end - max(start, figures.began)) for figures in self.workers.values())
+        present = len(self.workers) * (self._end - start)
         return min(1.0, self._waited_after(start)[0].total() / present) if present > 0 else 0.0
 
     def _waited_after(self, start: float) -> tuple[Counter[str], Counter[str]]:
@@ -125,6 +132,15 @@ class Recent:
             for name in wait.waited_for:
                 waited_for[name] += seconds
         return waited, waited_for
+
+
+def long_seconds(median_seconds: float | None) -> float:
+    """Return from when on a step is no longer like its worker's others."""
+    return max(LONG_SECONDS, LONG_TIMES * (median_seconds or 0.0))
+
+
+def median_of(steps: Sequence[Step]) -> float | None:
+    return median(step.seconds for step in steps) if steps else None
 
 
 def _since(start: float, newest_first: Iterable[Step | Wait]) -> Iterable[Any]:

@@ -125,30 +125,27 @@ def test_what_staleness_costs_is_of_the_gradients_since_the_last_change(clock):
     for _ in range(2):
         after = shown("hardsync", 3.0, {0: 30, 4: 10}, pushes_applied=40, staleness_mean=1.0, step_lost=0.2)
     assert (after["buckets"], after["mean"], after["max"], after["costs"]) == ([[0, 20]], 0, 0, [0.0, 0.0])
-    # Differences of means are not exact.
-    slightly = shown("hardsync", 4.0, {0: 40, 4: 10}, pushes_applied=50, staleness_mean=0.79, step_lost=0.159)
-    assert slightly["costs"] == [0.0, 0.0]
     # A server that starts again counts anew.
     assert shown("hardsync", 0.5, {0: 1}, pushes_applied=1)["since"] is None
 
 
-def test_who_failed_is_told_in_plain_words_and_from_who_left(clock):
-    history = History(["a"], clock=clock)
-    for kind, worker, message in (
-        ("left", "v", "worker left: worker v, state failed, message its process has ended"),
-        ("left", "w", "worker left: worker w, state finished, message state failed"),
-        ("expired", "x", "worker's lease ran out: worker x, silent seconds 9"),
-        ("joined", "y", "worker joined: worker y"),
-        ("configured", "", "settings changed: protocol async"),
-    ):
-        history.add_event(1.0, "a", kind, message, worker)
-    assert [event[3:5] for event in history.to_json()["events"]] == [
-        ["failed", "v failed: its process has ended"],
-        ["left", "w finished: state failed"],
-        ["expired", "x's lease ran out: silent seconds 9"],
-        ["joined", "y joined"],
-        ["configured", "settings changed: protocol async"],
-    ]
+@pytest.mark.parametrize(
+    ("kind", "worker", "message", "told"),
+    [
+        ("left", "v", "worker left: worker v, state failed, message it ended", ("failed", "v failed: it ended")),
+        (
+            "left",
+            "w",
+            "worker left: worker w, state finished, message no",
+            ("left", "w finished: no"),
+        ),
+        ("expired", "x", "worker's lease ran out: worker x, silent 9", ("expired", "x's lease ran out: silent 9")),
+        ("joined", "y", "worker joined: worker y", ("joined", "y joined")),
+        ("configured", "", "settings changed: protocol async", ("configured", "settings changed: protocol async")),
+    ],
+)
+def test_who_failed_is_told_in_plain_words_and_from_who_left(kind, worker, message, told):
+    assert module.in_words(kind, message, worker) == told
 
 
 def test_an_answer_has_what_came_since_or_everything(clock):
@@ -190,53 +187,34 @@ def test_a_day_is_kept_in_bounded_memory_and_its_beginning_is_thinner_than_its_e
     assert history.to_json(history.rows[0]["n"])["whole"]
 
 
-def test_odd_numbers_and_words_of_servers_and_workers_do_no_harm(clock):
-    words = "\x1b[2J<b>\x07\u202e"
-    policies = (words, "constant", "per_update", "exponential", "polynomial", "hinge")
-    for number, policy in zip((0.0, -1.0, 1e300, math.inf, -math.inf, math.nan), policies, strict=True):
-        history = History(["a", "b"], clock=clock)
-        for uptime in (1.0, number, 3.0):
-            for address in ("a", "b"):
-                tally = pb.Tally(pushes_applied=2**64 - 1, staleness_max=2**62, step_lost=number, bytes_in=2**64 - 1)
-                status = pb.Status(
-                    state=99, uptime_seconds=uptime, run_id=words, protocol=words, staleness=policy, tally=tally,
-                    version_max=2**62, warnings=[words], num_servers=2**32 - 1, workers_alive=2**31,
-                    workers_missing=2**31,
-                )  # fmt: skip
-                status.learning_rates.add(current=number)
-                worker = pb.WorkerInfo(
-                    worker_id=words, state="alive", silent_seconds=number, waits_for=[words], tally=tally,
-                    scalars={"loss": number, words: number},
-                )  # fmt: skip
-                buckets = [pb.StalenessHistogram.Bucket(staleness=age, count=2**64 - 1) for age in (2**62, -1)]
-                history.take(
-                    address,
-                    Answer(
-                        address, status, [worker], events=[pb.Event(age_seconds=number, message=words)],
-                        staleness=pb.StalenessHistogram(buckets=buckets),
-                    ),
-                )  # fmt: skip
-            history.add_step(words, number, 1000.0)
-            history.add_step("w", 999.0, 1000.0)
-            history.tick()
-        history.take("b", words)
-        text = json.dumps(history.to_json(), allow_nan=False, ensure_ascii=False)
-        assert text.isprintable() and "?[2J<b>??" in text
+def test_odd_numbers_and_words_of_workers_do_no_harm(clock):
+    words, numbers = "\x1b[2J<b>\x07\u202e", (math.inf, math.nan, 1e300)
+    history = History(["a"], clock=clock)
+    infos = [
+        pb.WorkerInfo(
+            worker_id=f"{words}{number}", state="alive", message=words, scalars={"loss": number, words: number}
+        )
+        for number in numbers
+    ]
+    for uptime in (1.0, 2.0):
+        status = pb.Status(state=99, uptime_seconds=uptime, protocol="of a newer server", warnings=[words])
+        history.take("a", Answer("a", status, infos, events=[pb.Event(message=words, worker=words)]))
+        history.add_step(words, 999.0, 1000.0)
+        history.tick()
+    history.take("a", words)
+    text = json.dumps(history.to_json(), allow_nan=False, ensure_ascii=False)
+    assert text.isprintable() and "?[2J<b>??" in text
 
 
 def test_what_two_servers_tell_is_one_event_and_the_law_is_of_the_workers_that_there_were(clock):
     history = History(["a", "b"], clock=clock)
     joined = [pb.Event(number=1, age_seconds=1.0, kind="joined", message="worker joined: w", worker="w")]
     status = pb.Status(state=3, protocol="async", staleness="constant", roster=["v", "w"])
-    status.tally.pushes_applied = 1
-    buckets = pb.StalenessHistogram(buckets=[pb.StalenessHistogram.Bucket(staleness=1, count=1)])
     for address in ("a", "b", "a"):
-        history.take(address, Answer(address, status, events=joined, staleness=buckets))
+        history.take(address, Answer(address, status, events=joined))
         clock.now += 1
     # The second time at the same server it is another one.
     assert [event[2:4] for event in history.events] == [("a", "joined"), ("a", "joined")]
     for address in ("a", "b"):
-        history.take(address, Answer(address, pb.Status(state=4), staleness=buckets))
-    shown = history.to_json()["staleness"]
-    assert shown["law"] == 1.0
-    assert {policy["name"]: policy["lost"] for policy in shown["policies"]}["constant"] == 0.5
+        history.take(address, Answer(address, pb.Status(state=4)))
+    assert history.to_json()["staleness"]["law"] == 1.0
