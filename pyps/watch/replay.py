@@ -16,16 +16,15 @@ from pyps.statistics import ACTIVITIES_MAX, Statistics, activity_of, histogram_o
 from pyps.storage.plain import push_from_plain
 from pyps.storage.replay import ShardLog, lines_in, log_paths
 from pyps.storage.update_log import UpdateLogError
+from pyps.units import in_seconds
 from pyps.watch.answer import Answer
 from pyps.watch.history import History, counts, in_words
-from pyps.watch.recent import WINDOW_MOST
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 
 # A row for each second at first, later for a part of the time so far.
 ROWS = 1024
 LINES_A_LOOK = 1000
-TIME_MAX = 1e11
 # What a log does not say.
 UNKNOWN = ("bytes_in", "bytes_out", "queue", "cpu")
 STATES = {"joined": "alive", "back": "alive", "left": "finished", "failed": "failed", "expired": "expired"}
@@ -40,24 +39,20 @@ def replayed(folder: Path) -> History:
         raise UpdateLogError(f"there is no update log in {folder}: start a server with --update-log to make one")
     if len(runs := sorted({log.run.run_id for log in logs})) > 1:
         raise UpdateLogError(f"{folder} has logs of several runs ({', '.join(runs)}): name the folder of one")
-    sources: dict[Path, int | str] = dict.fromkeys(filter(Path.is_file, sorted(folder.rglob("run-*.jsonl"))), "")
+    sources: dict[Path, int | str] = dict.fromkeys(sorted(folder.rglob("run-*.jsonl")), "")
     sources.update({log.path: log.shard_id for log in logs})
     replay = _Replay(folder.resolve().name, min(log.shard_id for log in logs))
     try:
         for each in heapq.merge(*starmap(_timed, sources.items()), key=itemgetter(0)):
             replay.follow(*each)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         raise UpdateLogError(f"{folder} has lines that this version does not understand: {error!r}") from None
-    return replay.end(whole=replay.num_ended == len(logs))
+    return replay.end()
 
 
 def _timed(path: Path, source: int | str) -> Iterator[Timed]:
     for line in lines_in(path):
-        if "at" not in line:
-            raise UpdateLogError(f"{path} does not say when things happened: an earlier version has written it")
         source = f"server {line['server_index']}" if "server_index" in line else source
-        if not 0 <= line["at"] < TIME_MAX:
-            raise UpdateLogError(f"{path} has a time that is none: {line['at']}")
         yield line["at"], source, line
 
 
@@ -71,36 +66,41 @@ class _Replay:
         self._statistics = Statistics()
         self._status = pb.Status(state=common.RUN_STATE_READY)
         self._configured: dict[str, str] = {}
+        # By shard; those whose logs ended in order.
         self._versions: dict[int, int] = {}
+        self._ended = set[int]()
         self._workers: dict[str, pb.WorkerInfo] = {}
-        # By worker when it was last heard of, when its state last changed, and the server whose waits are taken: all
-        # servers log the same ones.
-        self._heard: dict[str, float] = {}
+        # When servers were last heard of, and when a worker's state last changed.
+        self._heard: dict[int | str, float] = {}
         self._left: dict[str, float] = {}
+        # By worker the server whose waits are taken: all servers log the same ones.
         self._waits_of: dict[str, int | str] = {}
-        self._num_lines = self._num_steps = self.num_ended = 0
+        self._num_lines = self._num_steps = 0
 
     def follow(self, at: float, source: int | str, line: Mapping[str, Any]) -> None:
         # Clocks of several servers differ, and are set.
         now = self._now = max(self._now, at)
         self._began = self._began or now
-        name = line.get("worker_id", "")
+        name, event = line.get("worker_id", ""), line["event"]
         worker = self._workers.setdefault(name, pb.WorkerInfo(worker_id=name)) if name else pb.WorkerInfo()
-        if line["event"] == "run":
+        if event == "run":
             self._history.add_event(at, f"{source}", line["kind"], line["message"], name)
             kind, message = in_words(line["kind"], line["message"], name)
             worker.state = STATES.get(kind, worker.state)
             self._left[name] = now
             worker.message = message.partition(": ")[2] if kind == "failed" else worker.message
-        else:
-            worker.clock, self._heard[name] = max(worker.clock, line.get("clock", 0)), now
+        worker.clock = max(worker.clock, line.get("clock", 0))
         if isinstance(source, int):
             self._follow_shard(source, line, worker)
-        elif line["event"] == "report":
+        elif event == "begin" and source in self._heard:
+            silent = in_seconds(now - self._heard[source])
+            self._history.add_event(at, source, "found", f"{source} started again, after {silent} of silence")
+        elif event == "report":
             worker.scalars.update(line["scalars"])
-        elif line["event"] == "wait" and self._waits_of.setdefault(name, source) == source:
+        elif event == "wait" and self._waits_of.setdefault(name, source) == source:
             seconds, others = line["seconds"], tuple(line["waited_for"])
             self._statistics.blocked(name, seconds, since=now - seconds, now=now, waited_for=others)
+        self._heard[source] = now
         self._num_lines += 1
         is_row = now - self._row_at >= max(1.0, (now - self._began) / ROWS)
         if is_row or self._num_lines % LINES_A_LOOK == 0:
@@ -116,9 +116,10 @@ class _Replay:
         self._configured.update(line.get("behaviour") or {})
         match line["event"]:
             case "begin":
-                status.run_id, status.epoch = line["run"]["run_id"], line["run"]["epoch"]
-                status.optimizer.rule, self._versions[shard_id] = line["run"]["optimizer"]["rule"], line["version"]
+                status.run_id, status.optimizer.rule = line["run"]["run_id"], line["run"]["optimizer"]["rule"]
                 status.examples = line["examples"] if shard_id == self._first_shard else status.examples
+                self._versions[shard_id] = line["version"]
+                self._ended.discard(shard_id)
             case "roster" if len(line["workers"]) >= len(status.roster):
                 # Those who leave at the end had a part in it.
                 status.roster[:] = line["workers"]
@@ -134,7 +135,7 @@ class _Replay:
             case "pull":
                 statistics.pulled(worker.worker_id, 0, now=now)
             case "end":
-                self.num_ended += 1
+                self._ended.add(shard_id)
         update = line.get("update")
         if rate := update["rate"] if update else line["event"] == "configure" and line["learning_rate"]:
             status.ClearField("learning_rates")
@@ -143,7 +144,7 @@ class _Replay:
             self._versions[shard_id] = line["version_after"] if "sequence" in line else line["version"]
             statistics.scaled(shard_id, [(part["worker_id"], part["rate_scale"]) for part in update["parts"]])
 
-    def end(self, *, whole: bool) -> History:
+    def end(self) -> History:
         """Return the history, with what held the run back when the last push came."""
         history, ended = self._history, self._now
         self._now = self._pushed_at or ended
@@ -153,9 +154,9 @@ class _Replay:
         if self._workers and all(worker.state == "failed" for worker in self._workers.values()):
             why = next(filter(None, (worker.message for worker in self._workers.values())), "no reason is known")
             sentence = f"all workers have failed ({why}); {sentence}"
-        finished = any(event[3] == "finished" for event in history.events)
+        in_order = "ended" if self._ended == self._versions.keys() else "broken off"
         history.facts = {
-            "state": "finished" if finished else "ended" if whole else "broken off",
+            "state": "finished" if any(event[3] == "finished" for event in history.events) else in_order,
             "sentence": sentence,
             "slow": slow,
             "began": round(self._began, 3),
@@ -165,23 +166,19 @@ class _Replay:
         answer = self._answer()
         history.take(self._address, answer)
         # Those of the whole run; of bytes there are none.
-        seconds = max(1e-9, answer.status.uptime_seconds)
-        history.servers[self._address].rates = {
-            key: count / seconds for key, count in counts(answer).items() if key[-1] == "steps"
-        }
+        seconds, numbers = max(1e-9, ended - self._began), counts(answer)
+        rates = {key: count / seconds for key, count in numbers.items() if key[-1] == "steps"}
+        history.servers[self._address].rates = rates
         return history
 
     def _answer(self, *, at_work: bool = False) -> Answer:
-        """Return what a server would answer now; `at_work`: when all heard of in the last minute lived."""
+        """Return what a server would answer now; `at_work`: when nobody had left yet."""
         now, total, status = self._now, self._statistics.total(), deepcopy(self._status)
         workers = [*map(deepcopy, self._workers.values())]
         for worker in workers:
             worker.tally.CopyFrom(tally_of(self._statistics.worker(worker.worker_id)))
-            worker.silent_seconds = max(0.0, now - self._heard.get(worker.worker_id, self._began))
-            left_after = self._left.get(worker.worker_id, now) >= now or worker.state == "finished"
-            if at_work and left_after and worker.silent_seconds < WINDOW_MOST:
-                # Nor does a log have heartbeats.
-                worker.state, worker.silent_seconds = "alive", 0.0
+            if at_work and (self._left.get(worker.worker_id, now) >= now or worker.state == "finished"):
+                worker.state = "alive"
         status.tally.CopyFrom(tally_of(total))
         status.uptime_seconds = max(now, self._row_at) - self._began
         status.workers_alive = sum(each.state == "alive" for each in workers)
