@@ -23,6 +23,7 @@ from pyps.dashboard.files import write_page
 from pyps.launcher.job import PYPS
 from pyps.launcher.process import ChildProcess, beside
 from pyps.service.security import is_loopback_host
+from pyps.service.tls import Tls
 from pyps.watch.history import History
 from pyps.watch.replay import replayed
 from pyps.watch.watch import Watch
@@ -63,18 +64,20 @@ def dashboard(
 ) -> None:
     """Show a run as a page in the browser, until Ctrl-C.
 
-    The page shows what the servers' Inspector says, and keeps it while this command runs. Operators change protocol
-    and rate from it: with the token in PYPS_OPERATOR_TOKEN_FILE, for which the page asks; if that is not set, with the
-    one in the printed address, on this machine only.
+    Operators change protocol and rate from it: with the token in PYPS_OPERATOR_TOKEN_FILE, for which the page asks; if
+    that is not set, with the one in the printed address, on this machine only.
     """
     if script is not None:
         require_script(script)
     places = parse_servers(servers, port=CONTROL_PORT) if logged is None else ()
     watch = Watch(places, token_file)
     history = replayed(logged) if logged is not None else watch.history
-    page, words = served(
-        history, places, token_file, host, port, names=name or (), tls=_tls(tls_cert, tls_key), insecure=insecure
-    )
+    tls = None
+    if tls_cert and tls_key:
+        tls = Tls(cert=tls_cert, key=tls_key, client_ca=None).context
+    elif tls_cert or tls_key:
+        raise InvalidArgument("--tls-cert and --tls-key belong together: give both")
+    page, words = served(history, places, token_file, host, port, names=name or (), tls=tls, insecure=insecure)
     # A second signal must not break what the first one began.
     signals = SimpleQueue[int]()
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -99,9 +102,7 @@ def dashboard(
 
 def report(
     folder: Annotated[Path, typer.Argument(help="An --update-log of a run.")],
-    out: Annotated[
-        Path | None, typer.Option(help="File to write; report.html in that folder by default.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; report.html in that folder by default.")] = None,
 ) -> None:
     """Keep the page of `pyps dashboard` on a run that was logged in one file, which needs nothing to be shown."""
     keep(replayed(folder), out or folder / "report.html")
@@ -128,9 +129,8 @@ def served(
     try:
         from pyps.dashboard.app import Dashboard
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
         raise InvalidArgument(
-            f"the dashboard needs {package}, which is not installed: pip install '.[dashboard]' in a clone of pyps"
+            f"the dashboard needs {error.name}, which is not installed: pip install '.[dashboard]' in a clone of pyps"
         ) from None
     is_local, operators = is_loopback_host(host), os.environ.get("PYPS_OPERATOR_TOKEN_FILE")
     if not (is_local or tls or insecure):
@@ -143,6 +143,10 @@ def served(
     # Who may not ask the servers may not ask the dashboard either.
     shown = read_token(token_file) or read_token(changing) or os.environ.get("PYPS_TLS_CERT")
     guarded = not is_local or bool(servers and shown)
+
+    def change(request: pb.ConfigureRequest) -> list[str]:
+        return configure_all([address_of(each, port=CONTROL_PORT) for each in servers], read_token(changing), request)
+
     page = Dashboard(
         history,
         host=host,
@@ -151,20 +155,10 @@ def served(
         tls=tls,
         readers=(lambda: {secret, read_token(token_file), read_token(changing)} - {""}) if guarded else None,
         operators=lambda: [read_token(changing) if operators else secret],
-        change=(lambda request: _changed(servers, changing, request)) if changes else None,
+        change=change if changes else None,
     )
-    words = f"The run as a page: {page.address}"
-    if guarded or (changes and not operators):
-        words += f"#token={secret}"
-    if changes and operators:
-        words += f"\nFor a change it asks for the operator's token, which is in {operators}."
-    if not (is_local or tls):
-        words += "\nIt is not encrypted: whoever reads the network learns its token."
-    return page, words
-
-
-def _changed(servers: Sequence[str], token_file: Path | None, request: pb.ConfigureRequest) -> list[str]:
-    return configure_all([address_of(each, port=CONTROL_PORT) for each in servers], read_token(token_file), request)
+    shows_secret = guarded or (changes and not operators)
+    return page, f"The run as a page: {page.address}" + f"#token={secret}" * shows_secret
 
 
 @contextlib.contextmanager
@@ -188,13 +182,3 @@ def scores(script: Path, servers: str, every: float, token_file: Path | None, hi
     command += ["--token-file", str(token_file)] if token_file else []
     with beside("eval", command, on_line=take, on_end=end):
         yield
-
-
-def _tls(cert: Path | None, key: Path | None) -> Callable[[], SSLContext] | None:
-    if cert is None or key is None:
-        if cert or key:
-            raise InvalidArgument("--tls-cert and --tls-key belong together: give both")
-        return None
-    from pyps.service.tls import Tls
-
-    return Tls(cert=cert, key=key, client_ca=None).context

@@ -7,7 +7,6 @@ import errno
 import hmac
 import ipaddress
 import json
-import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -16,31 +15,24 @@ from threading import Thread
 from urllib.parse import urlsplit
 
 from aiohttp import web
-from aiohttp.http import HttpProcessingError
-from aiohttp.web_protocol import RequestHandler
 from google.protobuf.json_format import Parse, ParseError
 
-from pyps.dashboard.files import PAGE, POLICY, TYPES
+from pyps.dashboard.files import PAGE, POLICY
 from pyps.watch.history import History
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.errors import InvalidArgument, PypsError
 
 BODY_BYTES_MAX = 4096
 CLOSE_SECONDS = 5.0
-# Half a request must not hold a file descriptor for long, nor many of them all that a process may have.
-FIRST_REQUEST_SECONDS = 10.0
-IDLE_SECONDS = 30.0
-CONNECTIONS_MAX = 100
-ACCEPTED_AT_ONCE = 16
 SETTINGS = {"protocol", "learning_rate"}
+OWN = "script-src 'self'; style-src 'self'; connect-src 'self'; frame-ancestors 'none'"
 HEADERS = {
-    "Content-Security-Policy": POLICY.format("script-src 'self'; style-src 'self'; connect-src 'self'")
-    + "; frame-ancestors 'none'",
+    "Content-Security-Policy": POLICY.format(OWN),
+    "Cache-Control": "no-store",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
-    "Server": "pyps",
 }
 
 # The tokens that open something, as they are now.
@@ -77,15 +69,10 @@ class Dashboard:
         shown = own if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
         self.address = f"http{'s' if tls else ''}://{shown}:{self._listener.getsockname()[1]}/"
         app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[self._answered])
-        app.add_routes([web.get("/data", self._data), web.post("/configure", self._configure), web.get("/", _file)])
-        app.add_routes([web.get(f"/{path.name}", _file) for path in PAGE.iterdir()])
+        app.add_routes([web.get("/data", self._data), web.post("/configure", self._configure)])
+        app.add_routes([web.get("/", _index), web.static("/", PAGE)])
         app.on_response_prepare.append(_add_headers)
-        logging.getLogger("aiohttp.server").addFilter(_is_our_own)
-        self._runner = web.AppRunner(
-            app, access_log=None, keepalive_timeout=IDLE_SECONDS, shutdown_timeout=CLOSE_SECONDS / 2
-        )
-        # Connections that have not asked anything yet, for a time.
-        self._silent = set[RequestHandler]()
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_SECONDS / 2)
         self._loop, self._ended = asyncio.new_event_loop(), asyncio.Event()
         self._thread = Thread(target=lambda: self._loop.run_until_complete(self._serve()), daemon=True)
 
@@ -99,34 +86,14 @@ class Dashboard:
 
     async def _serve(self) -> None:
         await self._runner.setup()
-        context, seconds = self._tls and _renewed(self._tls), FIRST_REQUEST_SECONDS if self._tls else None
-        server = await self._loop.create_server(
-            self._accepted, sock=self._listener, ssl=context, backlog=ACCEPTED_AT_ONCE, ssl_handshake_timeout=seconds
-        )
+        context = self._tls and _renewed(self._tls)
+        await web.SockSite(self._runner, self._listener, ssl_context=context).start()
         await self._ended.wait()
-        server.close()
         await self._runner.cleanup()
-
-    def _accepted(self) -> RequestHandler:
-        """Return what answers on a new connection."""
-        assert self._runner.server is not None
-        if len({*self._runner.server.connections, *self._silent}) >= CONNECTIONS_MAX:
-            # The loop closes it.
-            raise ConnectionRefusedError
-        connection = self._runner.server()
-        self._silent.add(connection)
-        self._loop.call_later(FIRST_REQUEST_SECONDS, self._close_silent, connection)
-        return connection
-
-    def _close_silent(self, connection: RequestHandler) -> None:
-        if connection in self._silent:
-            self._silent.remove(connection)
-            connection.force_close()
 
     @web.middleware
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse requests that another page made; answer each refusal with a sentence."""
-        self._silent.discard(request.protocol)
         try:
             self._require_own_page(request)
             return await handler(request)
@@ -163,17 +130,16 @@ class Dashboard:
         if self._readers is not None:
             self._require(request, self._readers, "the token that the dashboard's command printed, or an observer's")
         after, life = request.query.get("after", "0"), request.query.get("id", "")
-        if not (after.isascii() and after.isdigit() and len(after) < 20):
-            raise web.HTTPBadRequest(text="after is no number of an entry")
-        body = await asyncio.to_thread(lambda: json.dumps(self._history.to_json(int(after), life)).encode())
-        return _compressed(body, "application/json", "no-store")
+        number = int(after[:19]) if after.isdecimal() else 0
+        body = await asyncio.to_thread(lambda: json.dumps(self._history.to_json(number, life)).encode())
+        response = web.Response(body=body, content_type="application/json")
+        response.enable_compression()
+        return response
 
     async def _configure(self, request: web.Request) -> web.Response:
         if self._change is None:
             raise web.HTTPForbidden(text="nothing can be changed from this page")
         self._require(request, self._operators, "the operator's token")
-        if request.content_type != "application/json":
-            raise web.HTTPUnsupportedMediaType(text="expected a body of the type application/json")
         try:
             change = Parse(await request.read(), pb.ConfigureRequest())
         except (ValueError, ParseError):
@@ -184,15 +150,8 @@ class Dashboard:
         return web.json_response({"lines": await asyncio.to_thread(self._change, change)})
 
 
-async def _file(request: web.Request) -> web.Response:
-    path = PAGE / (request.path.strip("/") or "index.html")
-    return _compressed(path.read_bytes(), TYPES.get(path.suffix, "text/plain"), "no-cache")
-
-
-def _compressed(body: bytes, kind: str, caching: str) -> web.Response:
-    response = web.Response(body=body, content_type=kind, charset="utf-8", headers={"Cache-Control": caching})
-    response.enable_compression()
-    return response
+async def _index(request: web.Request) -> web.FileResponse:
+    return web.FileResponse(PAGE / "index.html")
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
@@ -204,11 +163,6 @@ def _renewed(tls: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
     context = tls()
     context.sni_callback = lambda connection, name, former: setattr(connection, "context", tls())
     return context
-
-
-def _is_our_own(record: logging.LogRecord) -> bool:
-    """Return whether a line is about a fault, and not about a caller that speaks no HTTP."""
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -15,7 +15,6 @@ from typing import Any
 from pyps_wire.errors import InvalidArgument
 
 PAGE = Path(__file__).with_name("page")
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 POLICY = "default-src 'none'; {}; img-src 'self' data:; base-uri 'none'; form-action 'none'"
 _STYLE = re.compile(r'<link rel="stylesheet" href="([\w.]+)">')
 _SCRIPT = re.compile(r'<script src="([\w.]+)"></script>')
