@@ -22,14 +22,15 @@ def answer(address: str, *, uptime: float, version: int, clock: int = 0, taken: 
     return Answer(address, status, [worker])
 
 
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @pytest.fixture
 def clock():
-    class Clock:
-        now = 1000.0
-
-        def __call__(self) -> float:
-            return self.now
-
     return Clock()
 
 
@@ -40,29 +41,27 @@ def row_of(history: History, *names: str) -> list:
 
 def test_rates_go_by_the_servers_own_clock_and_a_new_life_of_it_begins_anew(clock):
     history = History(["a", "b"], clock=clock)
-    for address in ("a", "b"):
+    for address in "ab":
         history.take(address, answer(address, uptime=10, version=100, clock=50, taken=10, mean=1.0))
     assert row_of(history, "steps", "updates", "staleness") == [None, None, None]
-    for address in ("a", "b"):
-        clock_there = 60 if address == "a" else 90
-        history.take(address, answer(address, uptime=12, version=140, clock=clock_there, taken=20, mean=2.0))
+    for address, steps in (("a", 60), ("b", 90)):
+        history.take(address, answer(address, uptime=12, version=140, clock=steps, taken=20, mean=2.0))
     # Both servers took a part of every gradient.
-    assert row_of(history, "steps", "updates", "staleness", "seen") == [5, 20, 3.0, 0]
-    assert row_of(history, "loss") == [{"w": 1.0}]
+    assert row_of(history, "steps", "updates", "staleness", "loss") == [5, 20, 3.0, {"w": 1.0}]
 
     history.take("b", "gone")
     history.take("a", answer("a", uptime=1, version=130, clock=5))
     assert row_of(history, "steps", "updates") == [None, None]
     clock.now += 2
-    shown = history.to_json()
-    assert [(server["error"], server["silent_seconds"]) for server in shown["servers"]] == [("", 0), ("gone", 2)]
+    assert [(each["error"], each["silent_seconds"]) for each in history.to_json()["servers"]] == [("", 0), ("gone", 2)]
     history.take("b", answer("b", uptime=1, version=130))
-    assert [event[2:5] for event in history.to_json(shown["number"])["events"]] == [["b", "found", "b answers again"]]
-    for address in ("a", "b"):
+    for address in "ab":
         history.take(address, "gone")
+    shown = history.to_json()
+    told = [("b", "lost", "b does not answer: gone"), ("b", "found", "b answers again")]
+    assert [tuple(event[2:5]) for event in shown["events"]][:2] == told
     # What was known last is shown of a run whose servers have ended.
-    assert (history.to_json()["version"], len(history.to_json()["workers"])) == (130, 1)
-    assert shown["events"][0][2:5] == ["b", "lost", "b does not answer: gone"]
+    assert (shown["version"], len(shown["workers"])) == (130, 1)
 
 
 def test_rates_are_of_the_last_seconds_and_add_up_to_the_counts(clock):
@@ -109,43 +108,36 @@ def test_time_waited_is_that_of_the_last_seconds(clock):
 def test_what_staleness_costs_is_of_the_gradients_since_the_last_change(clock):
     history = History(["a"], clock=clock)
 
-    def shown(protocol: str, uptime: float, ages: dict[int, int], **facts) -> dict:
+    def shown(protocol: str, uptime: float, ages: dict[int, int], mean: float, lost: float) -> list:
+        """Return the histogram, since when it is, and what the worker's gradients cost."""
         clock.now = 1000 + uptime
         buckets = [pb.StalenessHistogram.Bucket(staleness=age, count=count) for age, count in ages.items()]
         status = pb.Status(uptime_seconds=uptime, protocol=protocol, staleness="constant", roster=["v", "w"])
-        worker = pb.WorkerInfo(worker_id="w", tally=pb.Tally(**facts))
-        history.take("a", Answer("a", status, [worker], staleness=pb.StalenessHistogram(buckets=buckets)))
+        tally = pb.Tally(pushes_applied=sum(ages.values()), staleness_mean=mean, step_lost=lost)
+        workers = [pb.WorkerInfo(worker_id="w", tally=tally)]
+        history.take("a", Answer("a", status, workers, staleness=pb.StalenessHistogram(buckets=buckets)))
         found = history.to_json()
-        return {**found["staleness"], "costs": [found["workers"][0][name] for name in ("staleness_mean", "step_lost")]}
+        [worker] = found["workers"]
+        return [*map(found["staleness"].get, ("buckets", "since")), worker["staleness_mean"], worker["step_lost"]]
 
-    before = shown("async", 1.0, {0: 10, 4: 10}, pushes_applied=20, staleness_mean=2.0, step_lost=0.4)
-    assert (before["buckets"], before["since"], before["costs"]) == ([[0, 10], [4, 10]], None, [2.0, 0.4])
-    at_change = shown("hardsync", 2.0, {0: 10, 4: 10}, pushes_applied=20, staleness_mean=2.0, step_lost=0.4)
-    assert (at_change["buckets"], at_change["since"], at_change["costs"]) == ([], 1002.0, [None, None])
-    for _ in range(2):
-        after = shown("hardsync", 3.0, {0: 30, 4: 10}, pushes_applied=40, staleness_mean=1.0, step_lost=0.2)
-    assert (after["buckets"], after["mean"], after["max"], after["costs"]) == ([[0, 20]], 0, 0, [0.0, 0.0])
+    assert shown("async", 1.0, {0: 10, 4: 10}, 2.0, 0.4) == [[[0, 10], [4, 10]], None, 2.0, 0.4]
+    assert shown("hardsync", 2.0, {0: 10, 4: 10}, 2.0, 0.4) == [[], 1002.0, None, None]
+    assert shown("hardsync", 3.0, {0: 30, 4: 10}, 1.0, 0.2) == [[[0, 20]], 1002.0, 0.0, 0.0]
     # A server that starts again counts anew.
-    assert shown("hardsync", 0.5, {0: 1}, pushes_applied=1)["since"] is None
+    assert shown("hardsync", 0.5, {0: 1}, 0.0, 0.0) == [[[0, 1]], None, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
-    ("kind", "worker", "message", "told"),
+    ("kind", "message", "told"),
     [
-        ("left", "v", "worker left: worker v, state failed, message it ended", ("failed", "v failed: it ended")),
-        (
-            "left",
-            "w",
-            "worker left: worker w, state finished, message no",
-            ("left", "w finished: no"),
-        ),
-        ("expired", "x", "worker's lease ran out: worker x, silent 9", ("expired", "x's lease ran out: silent 9")),
-        ("joined", "y", "worker joined: worker y", ("joined", "y joined")),
-        ("configured", "", "settings changed: protocol async", ("configured", "settings changed: protocol async")),
+        ("left", "worker left: worker w, state failed, message it ended", ("failed", "w failed: it ended")),
+        ("left", "worker left: worker w, state finished, message state failed", ("left", "w finished: state failed")),
+        ("expired", "worker's lease ran out: worker w, silent 9", ("expired", "w's lease ran out: silent 9")),
+        ("configured", "settings changed: protocol async", ("configured", "settings changed: protocol async")),
     ],
 )
-def test_who_failed_is_told_in_plain_words_and_from_who_left(kind, worker, message, told):
-    assert module.in_words(kind, message, worker) == told
+def test_who_failed_is_told_in_plain_words_and_from_who_left(kind, message, told):
+    assert module.in_words(kind, message, "w") == told
 
 
 def test_an_answer_has_what_came_since_or_everything(clock):
@@ -156,18 +148,17 @@ def test_an_answer_has_what_came_since_or_everything(clock):
         history.add_wait("v", clock.now - 1, clock.now, ["w"])
         history.add_event(clock.now, "a", "joined", f"{index}")
         history.add_row({"t": clock.now})
-    everything = history.to_json()
-    assert everything["whole"] and everything["number"] == 12
-    assert [len(everything[name]) for name in ("rows", "steps", "waits", "events")] == [3, 3, 3, 3]
-    assert everything["waits"][0] == [2, "v", 1000.0, 1001.0, ["w"]]
-    since = history.to_json(6, everything["id"])
-    assert not since["whole"] and [entry[0] for entry in since["steps"] + since["waits"]] == [9, 10]
-    for after, life in ((13, ""), (6, "another")):
-        assert history.to_json(after, life)["whole"]
+    whole = history.to_json()
+    assert [len(whole[name]) for name in ("rows", "steps", "waits", "events")] == [3, 3, 3, 3]
+    assert whole["waits"][0] == [2, "v", 1000.0, 1001.0, ["w"]]
+    since = history.to_json(6, whole["id"])
+    assert [entry[0] for entry in since["steps"] + since["waits"]] == [9, 10]
+    answers = (whole, since, history.to_json(13), history.to_json(6, "another"))
+    assert [each["whole"] for each in answers] == [True, False, True, True]
 
     clock.now += module.STEPS_SECONDS
     history.tick()
-    assert history.to_json(5)["whole"] and not history.to_json(6)["whole"]
+    assert [history.to_json(after)["whole"] for after in (5, 6)] == [True, False]
     assert history.to_json()["steps"] == [[9, "w", 1002.0, 1003.0, 0, "applied", "", 1]]
 
 

@@ -14,16 +14,10 @@ READY = 3
 class Run:
     """A history in which each worker makes steps of so many seconds, whose gradients are that stale."""
 
-    def __init__(self, protocol="hardsync", policy="divide", **status):
+    def __init__(self, protocol="hardsync", policy="divide", roster=("w0", "w1", "w2"), **status):
         self.history, self.workers = History(["a"], clock=lambda: NOW), {}
-        self.status = {
-            "state": READY,
-            "roster": ["w0", "w1", "w2"],
-            "protocol": protocol,
-            "staleness": policy,
-            **status,
-        }
-        for name in self.status["roster"]:
+        self.status = {"state": READY, "roster": roster, "protocol": protocol, "staleness": policy, **status}
+        for name in roster:
             self.worker(name)
 
     def worker(self, name, **facts):
@@ -134,19 +128,18 @@ def test_what_holds_a_run_back(run, words):
     assert worker.replace("\x1b", "?") == next((name for name in ("w2", "?[2J") if name in about), "")
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("configured", "settings changed: protocol async, staleness divide"),
-        ("expired", "worker's lease ran out: worker w2, silent seconds 9"),
-        ("left", "worker left: worker w2, state failed, message its process has ended"),
-    ],
+EVENTS = (
+    pb.Event(age_seconds=2.0, kind="configured", message="settings changed: protocol async, staleness divide"),
+    pb.Event(age_seconds=2.0, kind="expired", message="worker's lease ran out: worker w2, silent 9", worker="w2"),
+    pb.Event(age_seconds=2.0, kind="left", message="worker left: worker w2, state failed", worker="w2"),
 )
-def test_what_was_before_a_change_or_a_death_is_not_said_of_now(kind, message):
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=[event.kind for event in EVENTS])
+def test_what_was_before_a_change_or_a_death_is_not_said_of_now(event):
     run = Run().steps("w0 w1", 0.1, every=0.4, until=NOW - 2, waited_for=["w2"]).steps("w2", 0.4, until=NOW - 2)
     run.steps("w0 w1", 0.1, count=20)
     assert "under hardsync all wait for it" in run.verdict().sentence
-    event = pb.Event(age_seconds=2.0, kind=kind, message=message, worker="w2" if "w2" in message else "")
     assert run.verdict(events=[event]).sentence == "nothing holds the run back: nobody waits"
 
 

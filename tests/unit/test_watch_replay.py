@@ -14,10 +14,10 @@ from shards import SHARD_SIZE, gradient, pull, serving
 WAIT = {"event": "wait", "worker_id": "a", "seconds": 0.25, "waited_for": ["b"]}
 
 
-def logged(folder: Path) -> list[Path]:
+def logged(folder: Path, staleness: str = "divide") -> list[Path]:
     """Log a run of two workers: "a" pushes four times, each time of the newest version, "b" once, of the first."""
     log = UpdateLog(folder / "server-0")
-    run = serving("a", "b", recorder=log, staleness="divide")
+    run = serving("a", "b", recorder=log, staleness=staleness, expected_workers=2)
     for sequence in range(1, 5):
         for shard_id, shard in run.content.shards.items():
             pull(shard, "a")
@@ -82,6 +82,17 @@ def test_a_log_gives_the_history_that_the_run_had(tmp_path):
         ["server 0", "failed", "b failed: its process has ended"],
         ["server 0", "found", "server 0 started again, after 8.0 s of silence"],
     ]
+
+
+@pytest.mark.parametrize("policy", ["divide", "per_update", "hinge:a=2,b=1", "constant", "polynomial"])
+def test_what_the_policy_in_force_takes_of_the_histogram_is_what_was_counted(policy, tmp_path):
+    logged(tmp_path, policy)
+    shown = replayed(tmp_path).to_json()
+    [in_force] = [each for each in shown["staleness"]["policies"] if each["in_force"]]
+    a, b = (worker["step_lost"] for worker in shown["workers"])
+    assert policy.startswith(in_force["name"])
+    # Of four gradients of one worker, and one of the other.
+    assert in_force["lost"] == pytest.approx((4 * a + b) / 5) and in_force["lost"] > 0
 
 
 def test_a_log_that_ends_early_gives_the_part_that_is_whole(tmp_path):
