@@ -110,8 +110,8 @@ class History:
         self._number = 0
         # The largest number of what is no longer kept as it was.
         self._forgotten = 0
-        # By worker the server whose list of steps is taken, and the end of the last one.
-        self._sources: dict[str, tuple[str, float]] = {}
+        # By worker the server whose list of steps is taken.
+        self._sources: dict[str, str] = {}
         self._judged: tuple[Recent, Verdict] | None = None
         # The newest status with workers: what the law says of a run whose workers have left.
         self._staffed: pb.Status | None = None
@@ -142,13 +142,11 @@ class History:
 
     def _take_activity(self, address: str, each: pb.Activity, now: float) -> None:
         began, ended = now - each.age_seconds - each.seconds, now - each.age_seconds
-        source, last = self._sources.get(each.worker_id, (address, -math.inf))
-        # Several servers list the same steps, a moment apart.
-        order = list(self.servers)
-        goes_before = order.index(source) < order.index(address) and not self.servers[source].error
-        if source != address and (goes_before or ended - each.seconds / 2 < last):
+        # Several servers list the same steps.
+        source = self._sources.setdefault(each.worker_id, address)
+        if source != address and not self.servers[source].error:
             return
-        self._sources[each.worker_id] = (address, ended)
+        self._sources[each.worker_id] = address
         if not each.sequence:
             self.add_wait(each.worker_id, began, ended, waited_for=tuple(each.waited_for))
             return

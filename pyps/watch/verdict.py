@@ -70,8 +70,7 @@ def verdicts(
         ends = {known[0].state for known in workers.values()}
         yield Verdict(f"all workers have {ends.pop()}" if len(ends) == 1 else "no worker is alive")
     if expected.protocol and expected.protocol.coordinated:
-        done, portions = answers[0].work.done, counted(answers[0].work.num_portions, "portion")
-        yield Verdict(f"under {protocol} a coordinator leads: {done:,} of {portions} of this pass are done")
+        yield Verdict(f"under {protocol} a coordinator leads the workers")
     for name, [info, *_] in workers.items():
         yield from _held_up(name, info, recent, waited_for[name])
     if not recent.num_steps:

@@ -12,7 +12,6 @@ from pyps.watch.history import History
 from pyps_client.credentials import read_token
 from pyps_client.places import address_of
 from pyps_wire import inspector_pb2 as pb
-from pyps_wire import work_pb2 as work_wire
 from pyps_wire.contract import CONTROL_PORT
 from pyps_wire.errors import PypsError
 
@@ -33,12 +32,12 @@ class Watch:
         self.history = History(addresses)
         self._token_file, self._interval_seconds = token_file, interval_seconds
         self._closed = Event()
-        tasks = [Thread(target=self._ask, args=(address,), daemon=True) for address in addresses]
-        self._threads = [*tasks, Thread(target=self._tick, daemon=True)]
+        self._addresses = addresses
 
     def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+        for address in self._addresses:
+            Thread(target=self._ask, args=(address,), daemon=True).start()
+        Thread(target=self._tick, daemon=True).start()
 
     def close(self) -> None:
         """Stop asking. A call under way may last for seconds; nobody waits for it."""
@@ -95,7 +94,6 @@ class Asked:
             status,
             control.call("ListWorkers", pb.ListWorkersRequest()).workers,
             events=events.events,
-            work=control.call("GetWork", work_wire.GetWorkRequest()),
             staleness=control.call("GetStaleness", pb.GetStalenessRequest()),
             memory=control.call("GetMemory", pb.GetMemoryRequest()),
             activity=activity,

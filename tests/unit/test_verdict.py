@@ -5,7 +5,6 @@ import pytest
 from pyps.watch.answer import Answer
 from pyps.watch.history import History, Server
 from pyps_wire import inspector_pb2 as pb
-from pyps_wire import work_pb2 as work
 
 NOW = 1000.0
 READY = 3
@@ -104,7 +103,7 @@ CASES = (
     (Run(workers_missing=2), "the run waits for the first gradients of 2 workers"),
     (Run(roster=[]), "no worker is alive"),
     (Run(roster=[]).worker("w0", state="failed"), "all workers have failed"),
-    (Run("sandblaster"), "under sandblaster a coordinator leads: 3 of 8 portions of this pass are done"),
+    (Run("sandblaster"), "under sandblaster a coordinator leads the workers"),
     # What was before one long step, as of a process that was stopped and goes on, is not said of now.
     (
         Run().steps("w0 w1", 0.1, every=8.0, count=1, until=NOW - 2, waited_for=["w2"])
@@ -121,7 +120,7 @@ CASES = (
 
 @pytest.mark.parametrize(("run", "words"), CASES, ids=[words for _, words in CASES])
 def test_what_holds_a_run_back(run, words):
-    sentence, worker = run.verdict(work=work.WorkProgress(done=3, num_portions=8))
+    sentence, worker = run.verdict()
     assert sentence == words
     # The worker that the page marks.
     about = words.partition("; w2 is gone")[0]
