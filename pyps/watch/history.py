@@ -214,17 +214,11 @@ class History:
         with self._lock:
             whole = after <= 0 or not self._forgotten <= after <= self._number or id not in ("", self.id)
             since = 0 if whole else after
-            rows = [row for row in self.rows if row["n"] > since]
-            return {
-                **_clean({**self._head(), **self.facts, "rows": rows}),
-                "number": self._number,
-                "whole": whole,
-                "id": self.id,
-                "live": self._live,
-                "steps": [[step.n, _shown(step.worker), *step[2:]] for step in _newer(self.steps, since)],
-                "waits": _clean(_newer(self.waits, since)),
-                "events": _clean(_newer(self.events, since)),
-            }
+            about = {"number": self._number, "whole": whole, "id": self.id, "live": self._live}
+            new: dict[str, Any] = {name: _newer(getattr(self, name), since) for name in ("waits", "events")}
+            new["rows"] = [row for row in self.rows if row["n"] > since]
+            steps = [[step.n, _shown(step.worker), *step[2:]] for step in _newer(self.steps, since)]
+            return {**_clean({**self._head(), **self.facts, **about, **new}), "steps": steps}
 
     # What follows is called under the lock.
 

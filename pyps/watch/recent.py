@@ -86,7 +86,10 @@ class Recent:
         for step in newest:
             if step.worker not in gone:
                 steps_of[step.worker].append(step)
-        long = [step for kept in steps_of.values() for step in kept if step.seconds >= long_seconds(median_of(kept))]
+        long: list[Step] = []
+        for kept in steps_of.values():
+            least = long_seconds(median_of(kept))
+            long += [step for step in kept if step.seconds >= least]
         if len(long) == 1:
             # One that does not come again, as of a process that was stopped and goes on, tells nothing of now.
             earliest = max(earliest, long[0].ended)

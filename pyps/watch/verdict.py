@@ -43,9 +43,7 @@ def verdicts(
 ) -> Iterator[Verdict]:
     """Yield what may be said of what holds the run back now, the weightiest first.
 
-    Args:
-        silent: Seconds by address of servers that do not answer.
-        busy: Processor cores in use by address, where known.
+    Of servers, by address: `silent` since so many seconds, `busy` with so many processor cores.
     """
     states = {answer.state for answer in answers}
     if states & {"finished", "draining"}:
