@@ -37,8 +37,6 @@ HEADERS = {
 
 # The tokens that open something, as they are now.
 Tokens = Callable[[], Collection[str]]
-# Makes a change, or only looks whether it can be made; returns what to say, or raises PypsError.
-Change = Callable[[pb.ConfigureRequest], Sequence[str]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -55,12 +53,12 @@ class Dashboard:
         tls: Callable[[], ssl.SSLContext] | None,
         readers: Tokens | None,
         operators: Tokens,
-        change: Change | None,
+        change: Callable[[pb.ConfigureRequest], Sequence[str]] | None,
     ):
-        """Listen; InvalidArgument where that cannot be.
+        """Listen; InvalidArgument where that cannot be. Browsers find the page by IP addresses and the names.
 
-        Browsers find the page by IP addresses, this machine's name, and `names`. `tls` returns the newest context of
-        connections. Everybody may read where there are no `readers`; nobody may change where there is no `change`.
+        `tls` returns the newest context. Everybody may read where there are no `readers`, nobody may change without
+        `change`, which makes a change, or only looks whether it can be made, and returns what to say.
         """
         self._history, self._readers, self._operators, self._change = history, readers, operators, change
         own = socket.gethostname()

@@ -10,6 +10,7 @@ from pyps.watch import history as module
 from pyps.watch.answer import Answer
 from pyps.watch.history import History
 from pyps_wire import inspector_pb2 as pb
+from shards import Clock
 
 
 def answer(address: str, *, uptime: float, version: int, clock: int = 0, taken: int = 0, mean: float = 0.0) -> Answer:
@@ -22,16 +23,11 @@ def answer(address: str, *, uptime: float, version: int, clock: int = 0, taken: 
     return Answer(address, status, [worker])
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    clock = Clock()
+    clock.now = 1000.0
+    return clock
 
 
 def row_of(history: History, *names: str) -> list:
