@@ -16,7 +16,6 @@ from pyps.statistics import ACTIVITIES_MAX, Statistics, activity_of, histogram_o
 from pyps.storage.plain import push_from_plain
 from pyps.storage.replay import ShardLog, lines_in, log_paths
 from pyps.storage.update_log import UpdateLogError
-from pyps.units import in_seconds
 from pyps.watch.answer import Answer
 from pyps.watch.history import History, counts, in_words
 from pyps_wire import common_pb2 as common
@@ -70,8 +69,8 @@ class _Replay:
         self._versions: dict[int, int] = {}
         self._ended = set[int]()
         self._workers: dict[str, pb.WorkerInfo] = {}
-        # When servers were last heard of, and when a worker's state last changed.
-        self._heard: dict[int | str, float] = {}
+        self._begun = set[str]()
+        # When a worker's state last changed.
         self._left: dict[str, float] = {}
         # By worker the server whose waits are taken: all servers log the same ones.
         self._waits_of: dict[str, int | str] = {}
@@ -92,15 +91,15 @@ class _Replay:
         worker.clock = max(worker.clock, line.get("clock", 0))
         if isinstance(source, int):
             self._follow_shard(source, line, worker)
-        elif event == "begin" and source in self._heard:
-            silent = in_seconds(now - self._heard[source])
-            self._history.add_event(at, source, "found", f"{source} started again, after {silent} of silence")
+        elif event == "begin":
+            if source in self._begun:
+                self._history.add_event(at, source, "found", f"{source} started again")
+            self._begun.add(source)
         elif event == "report":
             worker.scalars.update(line["scalars"])
         elif event == "wait" and self._waits_of.setdefault(name, source) == source:
             seconds, others = line["seconds"], tuple(line["waited_for"])
             self._statistics.blocked(name, seconds, since=now - seconds, now=now, waited_for=others)
-        self._heard[source] = now
         self._num_lines += 1
         is_row = now - self._row_at >= max(1.0, (now - self._began) / ROWS)
         if is_row or self._num_lines % LINES_A_LOOK == 0:
