@@ -276,12 +276,14 @@ class History:
     def _head(self) -> dict[str, Any]:
         now, (recent, judged), servers = self._clock(), self._judge(), self.servers.values()
         # Of a run whose servers are all gone, as they are at its end, what they said last.
-        answers = self.answers or [server.answer for server in servers if server.answer] or [Answer("", pb.Status())]
-        status = answers[0].status
+        known = [each for each in servers if not each.error and each.answer] or [
+            each for each in servers if each.answer
+        ]
+        answers = [each.answer for each in known if each.answer] or [Answer("", pb.Status())]
+        bases, status = workers_of([each.base for each in known if each.base]), answers[0].status
         warnings = [warning for each in answers for warning in each.status.warnings]
         warnings += [f"{each.address}: {failed}" for each in answers if (failed := each.status.checkpoint_failure)]
         warnings += [not_named([each.status for each in answers])] if len(answers) == len(servers) else []
-        bases = workers_of([server.base for server in servers if server.base and not server.error])
         return {
             "now": round(now, 3),
             "run": status.run_id,
@@ -302,8 +304,8 @@ class History:
             "skipped": max((each.skipped for each in servers), default=0),
             "servers": [self._server(each, now) for each in servers],
             "workers": [
-                self._worker(name, known, bases.get(name, ()), recent.workers.get(name, Figures()))
-                for name, known in sorted(workers_of(answers).items())
+                self._worker(name, infos, bases.get(name, ()), recent.workers.get(name, Figures()))
+                for name, infos in sorted(workers_of(answers).items())
             ],
             "staleness": self._staleness(self._staffed or status),
         }
