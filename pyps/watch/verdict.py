@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -111,7 +112,7 @@ def _of_steps(
         is_it = is_slow and name == slowest
         yield Verdict(f"{words}: it is {slower}" if is_it else words, name if is_it else "")
     if share >= WAITED_LEAST and not is_alone:
-        if is_slow and recent.waited_for[slowest] >= max(recent.waited_for.values()) / 2:
+        if is_slow and recent.waited_for[slowest] >= max(recent.waited_for.values(), default=math.inf) / 2:
             yield Verdict(f"{slowest} is {slower}; under {protocol} all wait for it: {part}", slowest)
         yield Verdict(f"under {protocol} workers wait for one another {part}")
     for address, cores in busy.items():

@@ -23,14 +23,14 @@ class Run:
         self.workers[name] = pb.WorkerInfo(**{"worker_id": name, "state": "alive", **facts})
         return self
 
-    def steps(self, names, seconds, *, every=0.0, count=40, until=NOW, waited_for=(), **facts):
+    def steps(self, names, seconds, *, every=0.0, count=40, until=NOW, waited_for=None, **facts):
         """Each step is followed by a wait until `every` is over."""
         every = every or seconds
         for name in names.split():
             for index in range(count):
                 began = until - every * (count - index)
                 self.history.add_step(name, began, began + seconds, **facts)
-                if waited_for:
+                if waited_for is not None:
                     self.history.add_wait(name, began + seconds, began + every, waited_for)
         return self
 
@@ -69,6 +69,11 @@ CASES = (
     (
         barrier(slow=0.2).steps("w3", 9.0, count=6).worker("w3", state="failed"),
         f"w2 is 2.0 times slower than the rest; under hardsync all wait for it: {SHARE}",
+    ),
+    # Whose push ended a wait is not always known.
+    (
+        Run().steps("w0 w1", 0.1, every=0.4, waited_for=()).steps("w2", 0.4),
+        f"under hardsync workers wait for one another {SHARE}",
     ),
     (late(), "under hardsync workers wait for one another 40% of the workers' time"),
     (held(state="expired"), "2 workers wait for w2, which is gone (expired)"),
