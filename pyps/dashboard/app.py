@@ -7,6 +7,7 @@ import errno
 import hmac
 import ipaddress
 import json
+import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -15,6 +16,8 @@ from threading import Thread
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
+from aiohttp.web_protocol import RequestHandler
 from google.protobuf.json_format import Parse, ParseError
 
 from pyps.dashboard.files import PAGE, POLICY
@@ -24,6 +27,9 @@ from pyps_wire.errors import InvalidArgument, PypsError
 
 BODY_BYTES_MAX = 4096
 CLOSE_SECONDS = 5.0
+# Half a request must not hold a file descriptor for long, nor many of them all that a process may have.
+FIRST_REQUEST_SECONDS = 10.0
+CONNECTIONS_MAX = 100
 SETTINGS = {"protocol", "learning_rate"}
 OWN = "script-src 'self'; style-src 'self'; connect-src 'self'; frame-ancestors 'none'"
 HEADERS = {
@@ -70,6 +76,9 @@ class Dashboard:
         app.add_routes([web.get("/data", self._data), web.post("/configure", self._configure)])
         app.add_routes([web.get("/", _index), web.static("/", PAGE)])
         app.on_response_prepare.append(_add_headers)
+        logging.getLogger("aiohttp.server").addFilter(_is_our_own)
+        # Connections that have not asked anything yet, for a time.
+        self._silent = set[RequestHandler]()
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_SECONDS / 2)
         self._loop, self._ended = asyncio.new_event_loop(), asyncio.Event()
         self._thread = Thread(target=lambda: self._loop.run_until_complete(self._serve()), daemon=True)
@@ -85,13 +94,34 @@ class Dashboard:
     async def _serve(self) -> None:
         await self._runner.setup()
         context = self._tls and _renewed(self._tls)
-        await web.SockSite(self._runner, self._listener, ssl_context=context).start()
+        seconds = FIRST_REQUEST_SECONDS if context else None
+        server = await self._loop.create_server(
+            self._accepted, sock=self._listener, ssl=context, backlog=16, ssl_handshake_timeout=seconds
+        )
         await self._ended.wait()
+        server.close()
         await self._runner.cleanup()
+
+    def _accepted(self) -> RequestHandler:
+        """Return what answers on a new connection."""
+        assert self._runner.server is not None
+        if len({*self._runner.server.connections, *self._silent}) >= CONNECTIONS_MAX:
+            # The loop closes it.
+            raise ConnectionRefusedError
+        connection = self._runner.server()
+        self._silent.add(connection)
+        self._loop.call_later(FIRST_REQUEST_SECONDS, self._close_silent, connection)
+        return connection
+
+    def _close_silent(self, connection: RequestHandler) -> None:
+        if connection in self._silent:
+            self._silent.remove(connection)
+            connection.force_close()
 
     @web.middleware
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse requests that another page made; answer each refusal with a sentence."""
+        self._silent.discard(request.protocol)
         try:
             self._require_own_page(request)
             return await handler(request)
@@ -161,6 +191,11 @@ def _renewed(tls: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
     context = tls()
     context.sni_callback = lambda connection, name, former: setattr(connection, "context", tls())
     return context
+
+
+def _is_our_own(record: logging.LogRecord) -> bool:
+    """Return whether a line is about a fault, and not about a caller that speaks no HTTP."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import takewhile
+from operator import itemgetter
 from threading import RLock
 from typing import Any
 
@@ -113,8 +114,8 @@ class History:
         # By worker the server whose list of steps is taken.
         self._sources: dict[str, str] = {}
         self._judged: tuple[Recent, Verdict] | None = None
-        # The newest status with workers: what the law says of a run whose workers have left.
-        self._staffed: pb.Status | None = None
+        # Since the last change, by the number of workers, the updates with so many, and a status of then.
+        self._staffed: dict[int, tuple[int, pb.Status]] = {}
         # When what came before stopped to tell of now.
         self._turns: deque[float] = deque(maxlen=EVENTS_MAX)
 
@@ -131,10 +132,14 @@ class History:
                 return
             if server.error:
                 self.add_event(now, address, "found", f"{address} answers again")
+            before = server.answer.status.version_max if server.answer else 0
             if server.take(answer, now):
                 self._turns.append(now)
-            if answer.status.roster:
-                self._staffed = answer.status
+                self._staffed.clear()
+            if num_workers := len(answer.status.roster):
+                made, _ = self._staffed.get(num_workers, (0, None))
+                made += max(0, answer.status.version_max - before)
+                self._staffed[num_workers] = made, answer.status
             for event in answer.events:
                 self.add_event(now - event.age_seconds, address, event.kind, event.message, event.worker)
             for each in answer.activity:
@@ -266,7 +271,8 @@ class History:
             "seen": _most("examples", answers),
             "alive": _most("workers_alive", answers),
             "waited": self._judge()[0].share_waited(RATE_SECONDS),
-            "staleness": (self._rate("staleness") or 0.0) / gradients if gradients else None,
+            # The servers give means: of whole numbers their sums are not exact.
+            "staleness": round((self._rate("staleness") or 0.0) / gradients, 6) if gradients else None,
             "queue": max(map(_queue, answers)),
             "loss": dict(losses[:LOSSES_MAX]),
             "cpu": {each.address: each.rates["cpu"] for each in self.servers.values() if "cpu" in each.rates},
@@ -307,7 +313,7 @@ class History:
                 self._worker(name, infos, bases.get(name, ()), recent.workers.get(name, Figures()))
                 for name, infos in sorted(workers_of(answers).items())
             ],
-            "staleness": self._staleness(self._staffed or status),
+            "staleness": self._staleness(max(self._staffed.values(), default=(0, status), key=itemgetter(0))[1]),
         }
 
     def _staleness(self, status: pb.Status) -> dict[str, Any]:

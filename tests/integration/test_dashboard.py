@@ -6,6 +6,7 @@ import http.client
 import json
 import re
 import signal
+import socket
 import ssl
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ import pytest
 from client_support import addresses, gradients_like, make_client, small_model
 from pyps.certificates import Authority
 from pyps.cli.dashboard import served
+from pyps.dashboard import app
 from pyps.dashboard.files import page_with
 from pyps.service.tls import Tls
 from pyps.watch.watch import Watch
@@ -158,6 +160,25 @@ def test_no_other_page_and_nobody_without_the_token_changes_or_reads(start_serve
         assert "unsafe" not in policy and "http" not in policy
         for name in re.findall(r'(?:href|src)="([\w.]+)"', page.body.decode()):
             assert ask(address, f"/{name}").status == 200, name
+
+
+def test_half_a_request_keeps_nobody_out_for_long_and_is_no_line(start_server, monkeypatch, capfd):
+    monkeypatch.setattr(app, "FIRST_REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr(app, "CONNECTIONS_MAX", 8)
+    with shown([start_server()]) as (address, _), contextlib.ExitStack() as ends:
+        place = ("127.0.0.1", urlsplit(address).port)
+        held = [ends.enter_context(socket.create_connection(place)) for _ in range(12)]
+        for index, connection in enumerate(held):
+            with contextlib.suppress(OSError):
+                connection.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n" if index else b"GET / \x00\r\n\r\n")
+        # One too many is closed at once, the others soon.
+        for connection in held:
+            connection.settimeout(30)
+            with contextlib.suppress(ConnectionResetError):
+                while connection.recv(1 << 12):
+                    pass
+        assert ask(address).status == 200
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_the_printed_address_reads_and_the_operators_token_changes(start_server, monkeypatch, tmp_path):
