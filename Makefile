@@ -113,7 +113,7 @@ pictures: $(STAMP) ## Draw the pictures of docs/protocols.md and docs/simulate.m
 		--failures 600,30 --protocol async,backup:b=4,hardsync --rate 0.3,1 --epochs 40 --target 0.04 --out out/simulated_digits
 	cp out/simulated_digits/simulation.png docs/images/simulate.png
 
-screenshots: $(STAMP) ## Take the pictures of docs/dashboard.md with Chromium, of a run of two minutes
+screenshots: $(STAMP) ## Take the picture of docs/dashboard.md with Chromium, of a run of two minutes
 	$(BIN)/python scripts/screenshots.py
 
 docs: $(STAMP) ## Build the site of docs/ into out/site, with every link looked at

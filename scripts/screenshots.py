@@ -1,4 +1,4 @@
-"""Makes the pictures of the dashboard in docs/images: four workers train on real images, one of them slowly.
+"""Makes the picture of the dashboard in docs/images: four workers train on real images, one of them slowly.
 
 python scripts/screenshots.py
 """
@@ -10,28 +10,20 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+
+from playwright.sync_api import sync_playwright
 
 ROOT = Path(__file__).resolve().parents[1]
-STEP_SECONDS, SLOW_STEP_SECONDS, STORY_SECONDS = 0.3, 1.2, 40
-PICTURES: Sequence[tuple[str, dict[str, Any]]] = (
-    ("dashboard", {"color_scheme": "light", "viewport": {"width": 1280, "height": 940}}),
-    ("dashboard_dark", {"color_scheme": "dark", "viewport": {"width": 1280, "height": 940}}),
-    ("dashboard_phone", {"color_scheme": "light", "viewport": {"width": 390, "height": 844}}),
-)
+STORY_SECONDS = 40
 
 
 def train() -> None:
     """Be a worker, the last of which is slow."""
     sys.path.insert(0, str(ROOT / "examples"))
     digits = import_module("digits")
-    step, seconds = (
-        digits.RemoteOptimizer.step,
-        SLOW_STEP_SECONDS if os.environ["PYPS_WORKER_INDEX"] == "3" else STEP_SECONDS,
-    )
+    step, seconds = digits.RemoteOptimizer.step, 1.2 if os.environ["PYPS_WORKER_INDEX"] == "3" else 0.3
 
     def slowly(optimizer: object, *arguments: object) -> object:
         time.sleep(seconds)
@@ -43,8 +35,6 @@ def train() -> None:
 
 
 def main() -> None:
-    from playwright.sync_api import sync_playwright
-
     with contextlib.ExitStack() as ends, sync_playwright() as engine:
 
         def started(command: str, pattern: str) -> str:
@@ -57,23 +47,17 @@ def main() -> None:
 
         train = f"{sys.executable} {__file__} --train"
         servers = started(f"run --servers=2 --workers=4 --run-id=digits -- {train}", r"status --servers (\S+)")
-        address = started(
-            f"dashboard --servers={servers} --port=0 --eval=examples/digits.py --every=2", r"(http://\S+)"
-        )
+        watch = f"dashboard --servers={servers} --port=0 --eval=examples/digits.py --every=2"
         browser = engine.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        for name, options in PICTURES:
-            page = browser.new_page(**options)
-            page.goto(address)
-            if name == "dashboard":
-                page.wait_for_timeout(1000 * STORY_SECONDS)
-                page.fill("form[data-field=protocol] input", "hardsync")
-                page.press("form[data-field=protocol] input", "Enter")
-                page.click("#confirm-yes")
-                page.evaluate("scrollTo(0, 0)")
-                page.wait_for_timeout(1000 * STORY_SECONDS)
-            page.wait_for_timeout(4000)
-            page.screenshot(path=ROOT / "docs" / "images" / f"{name}.png")
-            print(f"docs/images/{name}.png")
+        page = browser.new_page(viewport={"width": 1280, "height": 940})
+        page.goto(started(watch, r"(http://\S+)"))
+        page.wait_for_timeout(1000 * STORY_SECONDS)
+        page.fill("#protocol input", "hardsync")
+        page.press("#protocol input", "Enter")
+        page.click("#confirm")
+        page.evaluate("scrollTo(0, 0)")
+        page.wait_for_timeout(1000 * STORY_SECONDS)
+        page.screenshot(path=ROOT / "docs" / "images" / "dashboard.png")
         browser.close()
 
 
