@@ -65,41 +65,32 @@ def opened(browser: Browser, address: str, *, faults: int = 0, **options: Any) -
 
 
 class Training(WireWorker):
-    """A worker whose steps take a time; it reports a loss with each, until it is to end or dies without a word."""
+    """A worker whose steps take a time; it reports a loss with each, until it dies without a word."""
 
-    def __init__(self, server: ServerThread, name: str, ended: threading.Event):
+    def __init__(self, server: ServerThread, name: str):
         super().__init__(server.data, name)
-        self.seconds, self.ended, self.killed = 0.6 if name == SLOW else 0.15, ended, False
+        self.seconds, self.killed = 0.6 if name == SLOW else 0.15, threading.Event()
 
     def push_step(self, values: float, base_versions: Any = 0, **fields: Any) -> list[Receipt]:
-        if self.ended.wait(self.seconds) or self.killed:
-            raise Ended
+        if self.killed.wait(self.seconds):
+            raise EOFError
         self.heartbeat(clock=fields["clock"], scalars={"loss": 1 / (1 + fields["clock"])})  # type: ignore[arg-type]
         return super().push_step(values, base_versions, **fields)
-
-
-class Ended(Exception):
-    pass
 
 
 @contextlib.contextmanager
 def training(server: ServerThread) -> Iterator[dict[str, Training]]:
     """Yield four workers that train, one slowly."""
-    ended = threading.Event()
-
-    def train(worker: Training) -> None:
-        with contextlib.suppress(Ended):
-            worker.train(1_000_000, value=0.01)
-
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(NAMES)) as pool:
-        workers = {name: stack.enter_context(Training(server, name, ended)) for name in NAMES}
+        workers = {name: stack.enter_context(Training(server, name)) for name in NAMES}
         for worker in workers.values():
             worker.join()
-            pool.submit(train, worker)
+            pool.submit(worker.train, 1_000_000, value=0.01)
         try:
             yield workers
         finally:
-            ended.set()
+            for worker in workers.values():
+                worker.killed.set()
 
 
 def lines_of(page: Page, chart: str) -> dict[str, list[float]]:
@@ -138,9 +129,7 @@ def test_a_run_is_seen_as_it_is(browser, start_server, tmp_path):
         # One slow worker under a barrier: the sentence, its mark, and hatching for those who wait for it.
         until(page, f"pyps.held.doc?.slow === '{SLOW}' && pyps.timeline.lane('{NAMES[0]}').waits.length > 5")
         assert "token" not in page.url
-        assert SLOW in page.inner_text("#sentence")
-        assert page.inner_text("#sentence .slow").endswith(SLOW)
-        assert page.inner_text("#run") == "run-1"
+        assert (page.inner_text("#sentence .slow"), page.inner_text("#run")) == (SLOW, "run-1")
         lanes = page.evaluate("Object.fromEntries(pyps.timeline.lanes)")
         assert sorted(lanes) == NAMES
         assert {step["staleness"] for lane in lanes.values() for step in lane["steps"]} == {0}
@@ -152,21 +141,18 @@ def test_a_run_is_seen_as_it_is(browser, start_server, tmp_path):
         assert max(lines_of(page, "waited")["waited"]) > 0.3
 
         # Another protocol, by the page: asked for, looked at, confirmed.
-        page.fill("#protocol input", "nonsense")
-        page.press("#protocol input", "Enter")
-        page.get_by_text("Not possible").wait_for()
-        page.fill("#protocol input", "async")
-        page.click("#protocol button")
-        page.locator("#confirm").wait_for()
+        for protocol, said in (("nonsense", "Not possible"), ("async", "Change the protocol of all servers to async")):
+            page.fill("#protocol input", protocol)
+            page.press("#protocol input", "Enter")
+            page.get_by_text(said).wait_for()
         assert page.evaluate("pyps.held.doc.protocol") == "hardsync"
         page.click("#confirm")
         page.get_by_text("Changed.").wait_for()
-        until(page, "pyps.held.doc.protocol === 'async'")
         until(page, f"pyps.timeline.lane('{SLOW}').steps.at(-1).staleness > 3 && pyps.timeline.updates.length > 20")
         until(page, "document.getElementById('law').textContent.includes('the law (L-1)/c = (4-1)/1 says 3')")
         assert sum(lines_of(page, "histogram")["share"]) == pytest.approx(1)
         until(page, f"document.querySelector('#losers li').textContent.startsWith('{SLOW}')")
-        assert page.locator("#policies li.now").count() == 1
+        assert page.locator("#policies li", has_text="(now)").count() == 1
         # The servers count the same.
         assert 1.5 < max(lines_of(page, "pace")["steps"]) < 40
         assert 0 < max(lines_of(page, "stale")["mean"]) <= page.evaluate("pyps.held.doc.staleness.max")
@@ -186,11 +172,11 @@ def test_a_run_is_seen_as_it_is(browser, start_server, tmp_path):
             assert sorted(lines_of(page, "loss")) == NAMES
 
         # Deaths, and a server that no longer answers: all are said and marked, and greyed where they are.
-        workers[KILLED].killed = True
+        workers[KILLED].killed.set()
         until(page, f"pyps.held.doc.workers.find((one) => one.name === '{KILLED}').state === 'expired'")
         (counted,) = (each for each in inspect(server.control, "ListWorkers").workers if each.worker_id == KILLED)
         assert page.evaluate(f"pyps.timeline.lane('{KILLED}').steps.length") == taken(counted.tally)
-        workers[FAILED].killed = True
+        workers[FAILED].killed.set()
         workers[FAILED].leave(wire.LeaveRequest.CAUSE_FAILED)
         other.stop()
         page.locator("#servers tr", has_text=other.control).get_by_text("✕ silent").wait_for()
@@ -251,14 +237,6 @@ def test_it_asks_for_a_token_says_when_the_dashboard_is_gone_and_goes_on_when_it
             page.locator("#broken").wait_for(state="hidden")
 
 
-FRAMES = """new Promise((done) => {
-  const times = [];
-  const next = () => requestAnimationFrame(count);
-  const count = (time) => times.push(time) && time - times[0] > 1000 ? done(times.length) : next();
-  next();
-})"""
-
-
 def test_names_of_workers_are_text_and_256_of_them_keep_the_page_quick(browser):
     names = [f"<img src=x onerror=alert({index})>" for index in range(254)] + ["constructor", "__proto__"]
     history, now = History(live=True), time.time()
@@ -279,13 +257,16 @@ def test_names_of_workers_are_text_and_256_of_them_keep_the_page_quick(browser):
         assert max(lines_of(page, "pace")["steps"]) == 512
         page.get_by_text("1,234 steps are missing").wait_for()
         page.locator("#workers tbody tr").nth(255).wait_for()
-        frames = page.evaluate(FRAMES)
-        print(f"{frames} frames a second with 256 workers")
-        assert frames > 5
+        # The timeline moves meanwhile, and so do 60 frames.
+        seconds = page.evaluate(f"new Promise((done) => {{ {COUNT} }})") / 1000
+        print(f"{60 / seconds:.0f} frames a second with 256 workers")
+        assert seconds < 12
         assert page.evaluate("Object.keys(Object.prototype).length") == 0
         assert page.locator("img").count() == 0
 
 
 NUMBERS = "steps pace loss staleness_mean step_lost waited slower bytes_in bytes_out"
 WORDS = "host device message"
+COUNT = """let left = 60; const start = performance.now();
+(function next() { left-- ? requestAnimationFrame(next) : done(performance.now() - start); })()"""
 WORKER = {**dict.fromkeys(NUMBERS.split(), 1), **dict.fromkeys(WORDS.split(), ""), "state": "alive", "waits_for": []}

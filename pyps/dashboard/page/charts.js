@@ -17,14 +17,13 @@ class Chart {
     new ResizeObserver(resize).observe(this.box);
   }
 
-  forget() { this.plot?.destroy(); this.plot = this.made = null; }
-
   draw() {
     const drawn = this.drawn = this.lines();
     if (!drawn.lines.length) {
-      this.forget();
+      this.plot?.destroy();
+      this.plot = this.made = null;
       const words = held.doc.live ? "Nothing yet: this fills when workers push gradients." : "Not in an update log.";
-      return fill(this.box, make("p", { class: "empty" }, this.empty ?? words));
+      return this.box.replaceChildren(make("p", { class: "empty" }, this.empty ?? words));
     }
     const made = JSON.stringify([this.by(), drawn.lines.map((line) => ({ ...line, values: 0 }))]);
     const data = [drawn.x, ...drawn.lines.map((line) => line.values)];
@@ -34,7 +33,7 @@ class Chart {
   }
 
   create(lines, data) {
-    this.forget();
+    this.plot?.destroy();
     const { quiet, grid, small: font } = look(), timed = this.by() === "t", place = make("div");
     const axis = { stroke: quiet, font, ticks: { show: false }, grid: { stroke: grid, width: 1 } };
     const of = (format) => (_, ticks) => ticks.map((tick) => format(tick));
@@ -43,7 +42,7 @@ class Chart {
     if (this.bars) Object.assign(series[0], { paths: this.bars, points: { show: false } });
     this.values = lines.map(() => make("b"));
     const key = lines.map((line, at) => make("li", {}, swatch(line), nameNode(line.name), this.values[at]));
-    fill(this.box, this.bars ? "" : make("ul", { class: "key" }, ...key), place);
+    this.box.replaceChildren(this.bars ? "" : make("ul", { class: "key" }, ...key), place);
     this.plot = new uPlot({
       width: this.box.clientWidth, height: this.height, padding: [14, 8, 0, 0], series: [{}, ...series],
       scales: {
@@ -146,7 +145,7 @@ function medianOf(losses) {
 function losses() {
   const by = $("over").value, { workers, slow } = held.doc, few = workers.length <= LINES_MAX;
   const names = few ? workers.map((worker) => worker.name) : ["median", slow];
-  const valueOf = ({ loss }, name) => few || name === slow ? own(loss, name) : medianOf(loss);
+  const valueOf = (row, name) => few || name === slow ? own(row.loss, name) : row.median ??= medianOf(row.loss);
   const drawn = linesOf(names, valueOf, rowsWith("loss", by), by);
   for (const line of drawn.lines) {
     line.values = smoothed(line.values);
@@ -174,12 +173,12 @@ function histogram() {
 }
 // Lines at mean and law, with their words.
 function drawLaw(plot) {
-  const { ctx, bbox: { left, top, width, height } } = plot, ratio = devicePixelRatio, colours = look();
-  const { mean, law } = held.doc.staleness;
-  Object.assign(ctx, { font: colours.sized, textBaseline: "middle" });
-  for (const [words, value, colour, row] of [["mean", mean, colours.text, 7], ["law", law, colours.accent, 21]]) {
+  const { ctx, bbox: { left, top, height } } = plot, { staleness: { mean, law } } = held.doc, ratio = devicePixelRatio;
+  Object.assign(ctx, { font: look().sized, textBaseline: "middle" });
+  for (const [words, value, colour, row] of [["mean", mean, look().text, 7], ["law", law, look().accent, 21]]) {
     if (value == null) continue;
-    const x = plot.valToPos(value, "x", true), right = x > left + 0.6 * width, y = top + row * ratio;
+    const x = plot.valToPos(value, "x", true), y = top + row * ratio;
+    const right = value <= Math.min(mean, law ?? mean) && x > left + 70 * ratio;
     Object.assign(ctx, { textAlign: right ? "right" : "left", fillStyle: colour });
     ctx.fillRect(x - ratio, y, 2 * ratio, top + height - y);
     ctx.fillText(`${words}: ${number(value)}`, x + (right ? -6 : 6) * ratio, y);

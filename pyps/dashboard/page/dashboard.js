@@ -1,7 +1,7 @@
 "use strict";
 // Takes the run's history from /data each second, or from #data of a saved page; draws all but timeline and charts.
 
-const ROWS_MAX = 4000; // held before everything is asked for anew, thinned
+const ROWS_MAX = 4000, STEPS_MAX = 150000; // held before all that the dashboard keeps is asked for anew
 const EVENTS_MAX = 2000, EVENTS_SHOWN = 200;
 const SIGNS = {
   joined: "+", back: "+", found: "+", left: "−", checkpoint: "▾", configured: "⇄", replica: "◇",
@@ -50,10 +50,9 @@ function make(tag, set = {}, ...inside) {
   node.append(...inside);
   return node;
 }
-function fill(node, ...inside) { node.replaceChildren(...inside); }
 // Fills the node unless it was filled for the same.
 function once(node, was, inside) {
-  if (node.was !== was) fill(node, ...inside());
+  if (node.was !== was) node.replaceChildren(...inside());
   node.was = was;
 }
 function say(node, words) { if (node.textContent !== `${words}`) node.textContent = words; }
@@ -77,13 +76,6 @@ function swatch({ colour, dash, width }) {
   node.style.height = `${width}px`;
   node.style.background = stops.length ? `repeating-linear-gradient(90deg, ${stops})` : colour;
   return node;
-}
-// What the timeline has at the pointer.
-function tell(words, { clientX, clientY }) {
-  $("tip").hidden = !words;
-  say($("tip"), words);
-  $("tip").style.left = `${Math.max(4, Math.min(clientX + 14, innerWidth - $("tip").offsetWidth - 8))}px`;
-  $("tip").style.bottom = `${innerHeight - clientY + 12}px`;
 }
 
 // --- colours ---
@@ -141,13 +133,12 @@ function renderKey() {
 }
 
 function bars(list, items) {
-  fill(list, ...items.map(({ name, part, now }) => make("li", { class: now && "now" },
+  once(list, JSON.stringify([items, held.doc.slow]), () => items.map(({ name, part, now }) => make("li", {},
     nameNode(now ? `${name} (now)` : name),
     make("progress", { value: part, "aria-hidden": true }), make("span", {}, share(part)))));
 }
 function renderCosts({ workers, staleness: { policies, since } }) {
-  const of = since ? `of gradients since ${clockText(since)}, when protocol or policy changed` : "of all gradients";
-  for (const node of document.querySelectorAll(".of")) say(node, of);
+  say($("of"), since ? `of gradients since ${clockText(since)}, when protocol or policy changed` : "of all gradients");
   const losers = workers.filter((worker) => worker.step_lost != null).sort((a, b) => b.step_lost - a.step_lost);
   bars($("policies"), policies.map(({ name, lost, in_force }) => ({ name, part: lost, now: in_force })));
   bars($("losers"), losers.slice(0, 8).map(({ name, step_lost }) => ({ name, part: step_lost })));
@@ -207,18 +198,19 @@ function giveToken(event) {
   event.preventDefault();
   held.token = $("token").value.trim();
   event.target.reset();
-  if (held.closed) {
-    held.reader = held.token;
-    poll();
-  } else render();
+  if (!held.closed) return;
+  held.reader = held.token;
+  poll();
 }
-async function configure(change) {
-  try {
-    const headers = { "Content-Type": "application/json", Authorization: `Bearer ${held.token}` };
-    const reply = await fetch("configure", { method: "POST", headers, body: JSON.stringify(change) });
-    const answer = await reply.json();
-    return reply.ok ? answer : { error: answer.error ?? `the dashboard answers ${reply.status}` };
-  } catch { return { error: "the dashboard does not answer" }; }
+async function ask(path, token, options) {
+  const headers = { "Content-Type": "application/json" }, signal = AbortSignal.timeout(20000);
+  if (token) headers.Authorization = `Bearer ${token}`;
+  const reply = await fetch(path, { ...options, cache: "no-store", headers, signal });
+  return { status: reply.status, ...await reply.json() };
+}
+function configure(change) {
+  const answer = ask("configure", held.token, { method: "POST", body: JSON.stringify(change) });
+  return answer.catch(() => ({ error: "the dashboard does not answer" }));
 }
 async function tryChange(event) {
   event.preventDefault();
@@ -240,14 +232,11 @@ async function tryChange(event) {
 // --- the course of things ---
 
 function take(doc) {
-  if (doc.whole) {
-    Object.assign(held, { rows: [], events: [] });
-    timeline.clear();
-  }
-  for (const row of doc.rows) held.rows.push(row);
-  held.events = [...held.events, ...doc.events].slice(-EVENTS_MAX);
-  Object.assign(held, { doc, id: doc.id, number: held.rows.length > ROWS_MAX ? 0 : doc.number });
-  timeline.add(doc.steps, doc.waits);
+  const before = doc.whole ? { rows: [], events: [] } : held, rows = [...before.rows, ...doc.rows];
+  timeline.add(doc);
+  const after = rows.length > ROWS_MAX || timeline.held > STEPS_MAX ? 0 : doc.number;
+  const events = [...before.events, ...doc.events].slice(-EVENTS_MAX);
+  Object.assign(held, { doc, id: doc.id, number: after, rows, events });
   timeline.set(doc);
   $("tl-pause").hidden = !doc.live;
   say($("tl-skipped"), !doc.skipped ? "" :
@@ -260,11 +249,9 @@ async function poll() {
   const since = clockText(held.heard / 1000);
   let doc = null, words = `The dashboard has not answered since ${since}. Below is what was known then.`;
   try {
-    const headers = held.reader ? { Authorization: `Bearer ${held.reader}` } : {}, signal = AbortSignal.timeout(10000);
-    const reply = await fetch(`data?after=${held.number}&id=${held.id}`, { cache: "no-store", headers, signal });
-    const answer = await reply.json();
-    Object.assign(held, { closed: reply.status === 401, heard: Date.now() });
-    if (reply.ok) doc = answer; else words = `The dashboard says: ${answer.error}`;
+    const answer = await ask(`data?after=${held.number}&id=${held.id}`, held.reader);
+    Object.assign(held, { closed: answer.status === 401, heard: Date.now() });
+    if (answer.error) words = `The dashboard says: ${answer.error}`; else doc = answer;
   } catch { /* said below */ }
   document.body.classList.toggle("closed", held.closed);
   $("broken").hidden = !!doc;

@@ -2,7 +2,7 @@
 // The picture of who computes, who waits for whom, and how old each gradient was: a lane a worker, on a canvas.
 // It is wider than what is seen, drawn once a change of data, and then only moved, by the browser itself.
 
-const KEPT_SECONDS = 900, KEPT_STEPS = 50000;
+const SPAN_SECONDS_MAX = 900;
 const AHEAD_SECONDS = 3; // drawn beyond the right edge, for the time until the next data
 const HEAD = 44; // height of times and updates above the lanes
 const TICKS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300];
@@ -15,20 +15,13 @@ function ageBounds(mean) {
 function ageOf(staleness, bounds) { return bounds.filter((bound) => bound < staleness).length; }
 
 // The index of the first item that ends at or after the time.
-function since(items, time) {
-  let low = 0, high = items.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (items[middle].ended < time) low = middle + 1; else high = middle;
-  }
-  return low;
-}
+function since(items, time) { return items.findLastIndex((item) => item.ended < time) + 1; }
 
 class Timeline {
   constructor(box) {
     const [names, view] = box.children, [canvas] = view.children;
     Object.assign(this, { box, view, canvas, names, ink: canvas.getContext("2d"), pointer: null });
-    Object.assign(this, { lanes: new Map(), updates: [], workers: [], order: [], slow: "", bounds: ageBounds(0) });
+    Object.assign(this, { lanes: new Map(), updates: [], held: 0, workers: [], order: [], slow: "", bounds: [] });
     Object.assign(this, { span: 30, spanKnown: false, end: null, now: 0, heard: 0, live: true });
     new ResizeObserver(() => this.draw()).observe(view);
     box.addEventListener("scroll", () => this.draw());
@@ -40,25 +33,20 @@ class Timeline {
 
   // --- data ---
 
-  clear() { this.lanes.clear(); this.updates = []; }
-
   lane(name) {
     if (!this.lanes.has(name)) this.lanes.set(name, { steps: [], waits: [] });
     return this.lanes.get(name);
   }
 
-  add(steps, waits) {
+  add({ steps, waits, whole }) {
+    if (whole) Object.assign(this, { lanes: new Map(), updates: [], held: 0 });
+    this.held += steps.length + waits.length;
     for (const [, name, began, ended, staleness, outcome, reason, updates] of steps) {
       this.lane(name).steps.push({ began, ended, staleness, outcome, reason, updates });
       if (updates > 0) this.updates.push({ ended, updates });
     }
     for (const [, name, began, ended, others] of waits) this.lane(name).waits.push({ began, ended, others });
     this.updates.sort((a, b) => a.ended - b.ended);
-    const oldest = this.newest() - KEPT_SECONDS, lanes = [...this.lanes.values()].flatMap(Object.values);
-    for (const items of [this.updates, ...lanes]) {
-      const most = items === this.updates ? KEPT_STEPS : KEPT_STEPS / this.lanes.size;
-      items.splice(0, Math.max(since(items, oldest), items.length - most));
-    }
     if (this.spanKnown || steps.length < 8) return;
     // As much time as leaves a usual step room for its number.
     const length = steps.reduce((sum, step) => sum + step[3] - step[2], 0) / steps.length;
@@ -101,7 +89,7 @@ class Timeline {
     this.stand(this.live && end >= this.edge ? null : Math.min(end, this.newest() + 0.3 * this.span));
   }
   zoom(factor) {
-    const span = Math.min(KEPT_SECONDS, Math.max(0.05, this.span * factor));
+    const span = Math.min(SPAN_SECONDS_MAX, Math.max(0.05, this.span * factor));
     if (!this.following) this.end += (span - this.span) / 2;
     Object.assign(this, { span, spanKnown: true });
     this.draw();
@@ -124,7 +112,11 @@ class Timeline {
       this.move((before.clientX - event.clientX) / this.view.clientWidth * this.span);
     }
     this.pointer = kind === "leave" ? null : event;
-    tell(this.pointer ? this.wordsAt(event) : "", event);
+    const tip = $("tip"), words = this.pointer ? this.wordsAt(event) : "";
+    tip.hidden = !words;
+    say(tip, words);
+    tip.style.left = `${Math.max(4, Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8))}px`;
+    tip.style.bottom = `${innerHeight - event.clientY + 12}px`;
   }
 
   wordsAt({ clientX, clientY }) {
@@ -133,11 +125,11 @@ class Timeline {
     const worker = this.order[Math.floor((clientY - top - HEAD + this.box.scrollTop) / this.height)];
     if (!worker || clientY < top + HEAD) return "";
     const { name, state, waits_for } = worker, lane = this.lane(name);
-    const of = (items) => items.slice(since(items, time)).slice(0, 1).find(({ began }) => began <= time);
+    const of = (items) => items.findLast(({ began, ended }) => began <= time && time <= ended);
     const step = of(lane.steps), wait = of(lane.waits), length = ({ began, ended }) => secondsText(ended - began);
     if (step) {
       const { staleness, outcome, reason, updates } = step;
-      const verdict = `${outcome} ${reason}${updates ? `, updates made: ${updates}` : ""}`;
+      const verdict = [outcome, reason, updates && `updates made: ${updates}`].filter(Boolean).join(", ");
       return `${name}\nstep of ${length(step)}, staleness ${staleness}\n${verdict}`;
     }
     if (wait) return `${name}\nwaited ${length(wait)} for ${namesText(wait.others)}`;
