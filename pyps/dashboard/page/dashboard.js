@@ -189,8 +189,7 @@ function renderServers({ servers, live, state }) {
 function renderWhatIf({ live, protocol, rate }) {
   const needed = "A change needs the token of the printed address, or the operator’s; it stays in this page.";
   say($("reason"), live ? needed : "This run is looked at again: nothing can be changed.");
-  $("give").hidden = !live;
-  $("changes").disabled = !live;
+  $("give").hidden = $("changes").hidden = !live;
   $("protocol").value.placeholder = protocol;
   $("learning_rate").value.placeholder = number(rate);
 }
