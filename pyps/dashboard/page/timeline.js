@@ -50,7 +50,7 @@ class Timeline {
     if (this.spanKnown || steps.length < 8) return;
     // As much time as leaves a usual step room for its number.
     const length = steps.reduce((sum, step) => sum + step[3] - step[2], 0) / steps.length;
-    this.span = Math.min(120, Math.max(2, Math.max(6, this.view.clientWidth / 62) * length));
+    this.span = Math.min(120, Math.max(2, Math.max(4, this.view.clientWidth / 62) * length));
     this.spanKnown = true;
   }
 
@@ -132,7 +132,7 @@ class Timeline {
       const verdict = [outcome, reason, updates && `updates made: ${updates}`].filter(Boolean).join(", ");
       return `${name}\nstep of ${length(step)}, staleness ${staleness}\n${verdict}`;
     }
-    if (wait) return `${name}\nwaited ${length(wait)} for ${namesText(wait.others)}`;
+    if (wait) return `${name}\nwaited ${length(wait)}${wait.others.length ? ` for ${namesText(wait.others)}` : ""}`;
     if (time < this.ends(lane)) return name;
     return `${name}\n${waits_for.length ? `waits for ${namesText(waits_for)}` : state}`;
   }
