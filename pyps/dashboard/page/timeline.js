@@ -157,7 +157,7 @@ class Timeline {
     // On whole pixels, so that nothing trembles from one drawing to the next.
     this.from = Math.floor((this.viewEnd - this.span) * scale) / scale;
     this.motion?.cancel();
-    if (this.following) {
+    if (this.following && !matchMedia("(prefers-reduced-motion: reduce)").matches) {
       const transform = ["none", `translateX(${-ahead}px)`];
       this.motion = canvas.animate({ transform }, { duration: 1000 * ahead / scale, fill: "forwards" });
     }
