@@ -117,6 +117,8 @@ class RoundController:
         self._roster = Roster()
         # The workers that rounds waited for until they were last completed without a push.
         self.left_out: tuple[str, ...] = ()
+        # How often settings were changed.
+        self.num_changes = 0
         # The warnings that were logged last.
         self._warned: tuple[str, ...] = ()
 
@@ -518,6 +520,7 @@ class RoundController:
             if validate_only:
                 return Settled(0, 0)
             settled = self._adopt(behaviour, learning_rate=learning_rate)
+            self.num_changes += 1
         rate = "" if learning_rate is None else f"{learning_rate:g}"
         self._events.add(
             "configured",

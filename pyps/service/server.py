@@ -390,7 +390,7 @@ class Server:
         next_at = self._clock() + self._config.checkpoint_seconds
         progress: tuple[int, dict[int, int]] | None = None
         saved_end = progress
-        num_ended = 0
+        num_ended = num_changes = 0
         while True:
             await asyncio.sleep(TICK_SECONDS)
             over = self._run.done or self._run.state == RunState.FINISHED
@@ -398,12 +398,15 @@ class Server:
             ended_before, num_ended = num_ended, self._run.membership.num_ended
             # The pushes that a worker keeps are gone with it.
             has_left = self._config.resends and num_ended > ended_before
-            due = self._clock() >= next_at or self._is_unsaved() or has_left
+            # A server that is killed comes back with what was set, too.
+            changed_before, num_changes = num_changes, self._run.rounds.num_changes
+            has_changed = num_changes > changed_before
+            due = self._clock() >= next_at or self._is_unsaved() or has_left or has_changed
             # Other shards of the last push may still be under way: an end is saved once nothing changes any more.
             at_end = over and progress == before and (due or progress != saved_end)
             if at_end or (due and not over):
                 try:
-                    saved = await asyncio.to_thread(self._save, only_changes=at_end or has_left)
+                    saved = await asyncio.to_thread(self._save, only_changes=not has_changed and (at_end or has_left))
                 except Exception as error:
                     # No thread or no memory: the run goes on, as with a full disk.
                     log.error("no checkpoint could be written", reason=repr(error))

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,11 @@ def test_what_was_changed_while_the_run_went_on_outlives_the_server(start_server
         worker.push(worker.push_request(1.0))
         changes = pb.ConfigureRequest(protocol="softsync:n=1", staleness="none", learning_rate=0.25)
         inspect(first.control, "Configure", changes)
+        # At once: it may be killed.
+        paths = partial(tmp_path.glob, "checkpoint-*.json")
+        wait_until(
+            lambda: any("softsync:n=1" in path.read_text() for path in paths()), what="a checkpoint of the changes"
+        )
         assert first.stop() == 0
 
     # As a supervisor starts it again, with the same flags, or somebody who says nothing of modes: nothing is lost.
