@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -148,17 +149,19 @@ def change_all(
 def call_all(
     addresses: Sequence[str], token: str, method: str, request: Any
 ) -> tuple[list[tuple[str, Any]], list[PypsError]]:
-    """Make the same call on every server; return the replies by control address, and the refusals."""
-    replies: list[tuple[str, Any]] = []
-    refusals: list[PypsError] = []
-    for address in addresses:
+    """Make the same call on every server, at once; return the replies by control address, and the refusals."""
+
+    def answer(address: str) -> tuple[str, Any]:
         with Control(address, token=token) as control:
             try:
-                reply = control.call(method, request)
-                replies.append((control.address, reply))
+                return control.address, control.call(method, request)
             except PypsError as error:
-                refusals.append(error)
-    return replies, refusals
+                return control.address, error
+
+    with ThreadPoolExecutor(max(1, len(addresses))) as threads:
+        answers = list(threads.map(answer, addresses))
+    refusals = [reply for _, reply in answers if isinstance(reply, PypsError)]
+    return [each for each in answers if not isinstance(each[1], PypsError)], refusals
 
 
 def in_force(reply: Any) -> str:

@@ -100,7 +100,7 @@ class Status(_message.Message):
     def __init__(self, software: _Optional[str] = ..., instruction_set: _Optional[str] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., num_shards: _Optional[int] = ..., num_parameters: _Optional[int] = ..., model_parameters: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., workers_alive: _Optional[int] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., examples: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., last_update_seconds: _Optional[float] = ..., data_address: _Optional[str] = ..., control_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., waiting_for: _Optional[_Iterable[str]] = ..., warmup: _Optional[str] = ..., warming_up: bool = ..., schedule: _Optional[str] = ..., learning_rates: _Optional[_Iterable[_Union[LearningRate, _Mapping]]] = ..., batch_growth: _Optional[str] = ..., batch_size: _Optional[int] = ..., clip_norm: _Optional[float] = ..., pending_gradients: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., roster: _Optional[_Iterable[str]] = ..., workers_missing: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., schedule_owner: _Optional[str] = ..., durable_version: _Optional[int] = ..., checkpoint_failure: _Optional[str] = ..., standby: _Optional[str] = ..., cpu_seconds: _Optional[float] = ...) -> None: ...
 
 class Tally(_message.Message):
-    __slots__ = ("pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "pushes_dropped", "rejected_by_reason", "updates", "staleness_mean", "staleness_max", "rate_scale_mean", "step_lost", "blocked_seconds", "bytes_in", "bytes_out")
+    __slots__ = ("pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "pushes_dropped", "rejected_by_reason", "updates", "staleness_mean", "staleness_max", "rate_scale_mean", "step_lost", "rate_scale_count", "blocked_seconds", "bytes_in", "bytes_out")
     class RejectedByReasonEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +119,7 @@ class Tally(_message.Message):
     STALENESS_MAX_FIELD_NUMBER: _ClassVar[int]
     RATE_SCALE_MEAN_FIELD_NUMBER: _ClassVar[int]
     STEP_LOST_FIELD_NUMBER: _ClassVar[int]
+    RATE_SCALE_COUNT_FIELD_NUMBER: _ClassVar[int]
     BLOCKED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BYTES_IN_FIELD_NUMBER: _ClassVar[int]
     BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
@@ -133,10 +134,11 @@ class Tally(_message.Message):
     staleness_max: int
     rate_scale_mean: float
     step_lost: float
+    rate_scale_count: int
     blocked_seconds: float
     bytes_in: int
     bytes_out: int
-    def __init__(self, pushes_applied: _Optional[int] = ..., pushes_pending: _Optional[int] = ..., pushes_rejected: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., pushes_dropped: _Optional[int] = ..., rejected_by_reason: _Optional[_Mapping[str, int]] = ..., updates: _Optional[int] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., rate_scale_mean: _Optional[float] = ..., step_lost: _Optional[float] = ..., blocked_seconds: _Optional[float] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ...) -> None: ...
+    def __init__(self, pushes_applied: _Optional[int] = ..., pushes_pending: _Optional[int] = ..., pushes_rejected: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., pushes_dropped: _Optional[int] = ..., rejected_by_reason: _Optional[_Mapping[str, int]] = ..., updates: _Optional[int] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., rate_scale_mean: _Optional[float] = ..., step_lost: _Optional[float] = ..., rate_scale_count: _Optional[int] = ..., blocked_seconds: _Optional[float] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ...) -> None: ...
 
 class LearningRate(_message.Message):
     __slots__ = ("group", "base", "current")

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from ssl import SSLContext
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,7 +32,7 @@ from pyps_client.launch import parse_servers
 from pyps_client.places import address_of
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.contract import CONTROL_PORT
-from pyps_wire.errors import InvalidArgument
+from pyps_wire.errors import InvalidArgument, PypsError
 
 if TYPE_CHECKING:
     from pyps.dashboard.app import Dashboard
@@ -93,7 +93,11 @@ def dashboard(
         ends.callback(watch.close)
         ends.enter_context(page)
         typer.echo(words)
-        signals.get()
+        while True:
+            # One that comes while this thread is about to wait does not end the wait.
+            with contextlib.suppress(Empty):
+                signals.get(timeout=1.0)
+                break
         if save is not None:
             # The steps since the servers were asked.
             time.sleep(LAST_SECONDS)
@@ -153,12 +157,19 @@ def served(
         port=port,
         names=names,
         tls=tls,
-        readers=(lambda: {secret, read_token(token_file), read_token(changing)} - {""}) if guarded else None,
+        readers=(lambda: {secret, _token(token_file), _token(changing)} - {""}) if guarded else None,
         operators=lambda: [read_token(changing) if operators else secret],
         change=change if changes else None,
     )
     shows_secret = guarded or (changes and not operators)
     return page, f"The run as a page: {page.address}" + f"#token={secret}" * shows_secret
+
+
+def _token(file: Path | None) -> str:
+    """Return the file's token; "" while it cannot be read, as where it is being replaced."""
+    with contextlib.suppress(PypsError):
+        return read_token(file)
+    return ""
 
 
 @contextlib.contextmanager
@@ -171,7 +182,7 @@ def scores(script: Path, servers: str, every: float, token_file: Path | None, hi
         head, *parts = line.split("  ")
         try:
             found = {name: float(value) for name, _, value in (part.rpartition(" ") for part in parts)}
-            history.add_row({"t": time.time(), "version": int(head.removeprefix("update ")), "score": found})
+            history.add_score(int(head.removeprefix("update ")), found)
         except ValueError:
             last.append(line)
 

@@ -96,13 +96,17 @@ def chart(
     plotext.theme("clear")
     plotext.limit_size(False, False)
     plotext.plotsize(width, height - 1)
-    legend = Text(f"{title} ")
+    legend, most = Text(f"{title} "), 0.0
     for (name, values), colour in zip(lines.items(), COLOURS, strict=False):
         legend.append("━", colour).append_text(harmless(f" {name[:20]} "))
         known = [(at, value) for at, value in zip(times, values, strict=True) if value is not None]
         drawn = [each for each in known if abs(each[1]) < DRAWN_MOST]
         if drawn:
+            most = max(most, *(value for _, value in drawn))
             plotext.plot(*zip(*drawn, strict=True), marker="braille", color=tuple(Color.parse(colour).get_truecolor()))
+    if title != "loss":
+        # Of a share that stays 0 plotext would show what is below.
+        plotext.ylim(0, most or 1)
     legend.truncate(width - 1)
     span = -min(times, default=0.0)
     plotext.xticks([-span, -span / 2, 0], [in_seconds(span), f"{in_seconds(span / 2)} ago", "now"])

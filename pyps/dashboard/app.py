@@ -28,7 +28,7 @@ from pyps_wire.errors import InvalidArgument, PypsError
 BODY_BYTES_MAX = 4096
 CLOSE_SECONDS = 5.0
 # Half a request must not hold a file descriptor for long, nor many of them all that a process may have.
-FIRST_REQUEST_SECONDS = 10.0
+FIRST_REQUEST_SECONDS, IDLE_SECONDS = 10.0, 60.0
 CONNECTIONS_MAX = 100
 SETTINGS = {"protocol", "learning_rate"}
 OWN = "script-src 'self'; style-src 'self'; connect-src 'self'; frame-ancestors 'none'"
@@ -77,8 +77,9 @@ class Dashboard:
         app.add_routes([web.get("/", _index), web.static("/", PAGE)])
         app.on_response_prepare.append(_add_headers)
         logging.getLogger("aiohttp.server").addFilter(_is_our_own)
-        # Connections that have not asked anything yet, for a time.
+        # Connections that have not asked anything yet, and when the others are closed unless they ask again.
         self._silent = set[RequestHandler]()
+        self._deadlines: dict[RequestHandler, asyncio.TimerHandle] = {}
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_SECONDS / 2)
         self._loop, self._ended = asyncio.new_event_loop(), asyncio.Event()
         self._thread = Thread(target=lambda: self._loop.run_until_complete(self._serve()), daemon=True)
@@ -115,13 +116,24 @@ class Dashboard:
 
     def _close_silent(self, connection: RequestHandler) -> None:
         if connection in self._silent:
-            self._silent.remove(connection)
-            connection.force_close()
+            self._close(connection)
+
+    def _close(self, connection: RequestHandler) -> None:
+        self._silent.discard(connection)
+        self._deadlines.pop(connection, None)
+        connection.force_close()
+        if connection.transport is not None:
+            # What was not read of an answer would keep it.
+            connection.transport.abort()
 
     @web.middleware
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse requests that another page made; answer each refusal with a sentence."""
         self._silent.discard(request.protocol)
+        # Neither an answer that nobody takes may keep it, nor half of the next request.
+        if (before := self._deadlines.get(request.protocol)) is not None:
+            before.cancel()
+        self._deadlines[request.protocol] = self._loop.call_later(IDLE_SECONDS, self._close, request.protocol)
         try:
             self._require_own_page(request)
             return await handler(request)

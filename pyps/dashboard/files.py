@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,16 +23,17 @@ _SCRIPT = re.compile(r'<script src="([\w.]+)"></script>')
 
 def write_page(path: Path, data: Mapping[str, Any]) -> None:
     """Write the page with its data into a file, which readers find whole, as it was or as it is."""
-    whole = Path(os.path.realpath(path))
-    if whole.is_dir() or (os.path.lexists(whole) and not whole.is_file()):
-        raise InvalidArgument(f"the page {path} cannot be written: that is no file")
-    temporary = whole.with_name(f".{whole.name}.{os.getpid()}")
+    whole, temporary = Path(os.path.realpath(path)), None
     try:
+        if os.path.lexists(whole) and not stat.S_ISREG(os.lstat(whole).st_mode):
+            raise InvalidArgument(f"the page {path} cannot be written: that is no file")
+        temporary = whole.with_name(f".{whole.name}.{os.getpid()}")
         temporary.write_text(page_with({**data, "live": False}), encoding="utf-8")
         temporary.replace(whole)
     except OSError as error:
         with suppress(OSError):
-            temporary.unlink()
+            if temporary is not None:
+                temporary.unlink()
         raise InvalidArgument(f"the page {path} cannot be written: {error.strerror}") from None
 
 

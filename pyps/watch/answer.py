@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -78,16 +78,18 @@ def taken(tally: pb.Tally) -> int:
 
 
 def merged(tallies: Sequence[pb.Tally], before: Sequence[pb.Tally] = ()) -> pb.Tally:
-    """Return the counts of several servers in one, since those before; means are weighted by the gradients taken."""
+    """Return the counts of several servers in one, since those before; means are weighted by their gradients."""
     total = pb.Tally(staleness_max=max((tally.staleness_max for tally in tallies), default=0))
-    for name in (*PUSHES, "bytes_in", "bytes_out"):
+    for name in (*PUSHES, "bytes_in", "bytes_out", "rate_scale_count"):
         count = sum(getattr(tally, name) for tally in tallies) - sum(getattr(tally, name) for tally in before)
         setattr(total, name, max(0, count))
     total.blocked_seconds = sum(tally.blocked_seconds for tally in tallies)
-    for name in ("staleness_mean", "step_lost"):
-        now, then = (sum(getattr(tally, name) * taken(tally) for tally in each) for each in (tallies, before))
+    weights: dict[str, Callable[[pb.Tally], int]]
+    weights = {"staleness_mean": taken, "step_lost": lambda tally: tally.rate_scale_count}
+    for name, weight in weights.items():
+        now, then = (sum(getattr(tally, name) * weight(tally) for tally in each) for each in (tallies, before))
         # Differences of means are not exact.
-        setattr(total, name, max(0.0, now - then) / max(1, taken(total)))
+        setattr(total, name, max(0.0, round(now - then, 9)) / max(1, weight(total)))
     return total
 
 

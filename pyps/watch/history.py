@@ -15,6 +15,7 @@ from threading import RLock
 from typing import Any
 
 from pyps.control import not_named
+from pyps.units import counted
 from pyps.watch.answer import Answer, merged, name_of, printable, taken, waits_for, workers_of
 from pyps.watch.recent import Figures, Recent, Step, Wait
 from pyps.watch.staleness import Expected
@@ -29,6 +30,7 @@ EVENTS_MAX = 2000
 SAME_EVENT_SECONDS = 10.0
 # Rates are of so many seconds: a worker's count of steps goes up by whole ones.
 RATE_SECONDS = 5.0
+STALENESS_MAX = 10**9
 # What came before one of these tells nothing of now; a change of the settings is one too.
 TURNS = frozenset(("failed", "expired", "found"))
 # Workers whose losses rows have; of more the first by name.
@@ -59,8 +61,12 @@ class Server:
     _samples: deque[tuple[float, Mapping[Key, float]]] = field(default_factory=deque)
     _settles: float = 0.0
 
+    # When it answered last.
+    answered: float = math.nan
+
     def take(self, answer: Answer, now: float) -> bool:
         """Take an answer; return whether protocol or policy have changed since the one before."""
+        self.answered = now
         before, uptime, now_counted = self.answer, answer.status.uptime_seconds, counts(answer)
         lives_on = before is not None and not self.error and uptime >= before.status.uptime_seconds
         changed = before is not None and lives_on and _is_other(before.status, answer.status)
@@ -86,7 +92,7 @@ class Server:
     def ages(self) -> Counter[int]:
         """The gradients since that change by staleness."""
         now, then = (
-            Counter({bucket.staleness: bucket.count for bucket in each.staleness.buckets} if each else {})
+            Counter({_possible(bucket.staleness): bucket.count for bucket in each.staleness.buckets} if each else {})
             for each in (self.answer, self.base)
         )
         return now - then
@@ -114,6 +120,8 @@ class History:
         # By worker the server whose list of steps is taken.
         self._sources: dict[str, str] = {}
         self._judged: tuple[Recent, Verdict] | None = None
+        # What held the run back, and what workers did, when some were at work last.
+        self._at_work: tuple[dict[str, Figures], Verdict] | None = None
         # Since the last change, by the number of workers, the updates with so many, and a status of then.
         self._staffed: dict[int, tuple[int, pb.Status]] = {}
         # When what came before stopped to tell of now.
@@ -127,19 +135,23 @@ class History:
             if isinstance(answer, str):
                 if not server.error:
                     self.add_event(now, address, "lost", f"{address} does not answer: {answer}")
-                    server.silent_since = now
+                    server.silent_since = now if math.isnan(server.answered) else server.answered
                 server.error, server.rates = answer, {}
                 return
             if server.error:
                 self.add_event(now, address, "found", f"{address} answers again")
-            before = server.answer.status.version_max if server.answer else 0
+            former = server.answer.status if server.answer else pb.Status()
             if server.take(answer, now):
                 self._turns.append(now)
                 self._staffed.clear()
             if num_workers := len(answer.status.roster):
                 made, _ = self._staffed.get(num_workers, (0, None))
-                made += max(0, answer.status.version_max - before)
+                made += max(0, answer.status.version_max - former.version_max)
                 self._staffed[num_workers] = made, answer.status
+            if former.run_id and answer.status.checkpoint not in ("", former.checkpoint):
+                self.add_event(now, address, "checkpoint", f"checkpoint written: {answer.status.checkpoint}")
+            if (refused := refusals(answer.status) - refusals(former)) > 0 and former.run_id:
+                self.add_event(now, address, "refused", f"gradients refused: {counted(refused, 'pushed shard')}")
             for event in answer.events:
                 self.add_event(now - event.age_seconds, address, event.kind, event.message, event.worker)
             for each in answer.activity:
@@ -147,6 +159,8 @@ class History:
 
     def _take_activity(self, address: str, each: pb.Activity, now: float) -> None:
         began, ended = now - each.age_seconds - each.seconds, now - each.age_seconds
+        if not math.isfinite(began + ended):
+            return
         # Several servers list the same steps.
         source = self._sources.setdefault(each.worker_id, address)
         if source != address and not self.servers[source].error:
@@ -157,7 +171,7 @@ class History:
             return
         outcome = name_of(common.Outcome, each.outcome, "OUTCOME_")
         reason = name_of(common.Reason, each.reason, "REASON_")
-        facts = {"staleness": each.staleness, "outcome": outcome, "reason": reason, "updates": each.updates}
+        facts = {"staleness": _possible(each.staleness), "outcome": outcome, "reason": reason, "updates": each.updates}
         self.add_step(each.worker_id, began, ended, **facts)
 
     def add_step(self, worker: str, began: float, ended: float, **facts: Any) -> None:
@@ -184,6 +198,15 @@ class History:
                 self._turns.append(at)
             self._keep(self.events, (self._next(), round(at, 3), address, kind, message, worker), EVENTS_MAX)
 
+    def add_score(self, version: int, score: Mapping[str, float]) -> None:
+        """Add the score of the parameters of a version, on as many examples as were behind it."""
+        with self._lock:
+            before = (
+                row for row in reversed(self.rows) if "seen" in row and row.get("version", version + 1) <= version
+            )
+            seen = next(before, {"seen": 0})["seen"]
+            self.add_row({"t": round(self._clock(), 3), "version": version, "seen": seen, "score": dict(score)})
+
     def add_row(self, row: Mapping[str, Any]) -> None:
         """Add the figures of an interval, which ends at `row["t"]`; thin the earlier ones if there are too many."""
         with self._lock:
@@ -208,6 +231,13 @@ class History:
     def answers(self) -> list[Answer]:
         """Return the last answers of the servers that answer."""
         return [server.answer for server in self.servers.values() if server.answer and not server.error]
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether all workers had left when servers answered last."""
+        last = [server.answer for server in self.servers.values() if server.answer]
+        known = workers_of(self.answers or last)
+        return bool(known) and all(infos[0].state != "alive" for infos in known.values())
 
     @property
     def verdict(self) -> Verdict:
@@ -245,6 +275,12 @@ class History:
                 silent = {each.address: now - each.silent_since for each in servers if each.error}
                 busy = {each.address: each.rates.get("cpu", 0.0) for each in servers}
                 found = next(verdicts(answers, recent, silent=silent, busy=busy))
+                if self._is_over:
+                    words = found.sentence if answers else "the run has ended, and its servers with it"
+                    if self._at_work is not None:
+                        found = Verdict(f"{words}; before: {self._at_work[1].sentence}", self._at_work[1].worker)
+                elif recent.num_steps:
+                    self._at_work = recent.workers, found
                 self._judged = recent, found._replace(sentence=_shown(found.sentence))
             return self._judged
 
@@ -254,12 +290,13 @@ class History:
         return join(known) if known else None
 
     def _pace(self, worker: str) -> float:
-        """Return the steps a second of a worker, from who gets its pushes: others hear of them by heartbeats."""
-        pushed = max(self.servers.values(), key=lambda server: server.rates.get((worker, "bytes_in"), 0.0))
-        return pushed.rates.get((worker, "steps"), 0.0)
+        """Return the steps a second of a worker, from those who get its pushes: others hear of them by heartbeats."""
+        rates = [server.rates for server in self.servers.values()]
+        pushed = [each for each in rates if each.get((worker, "bytes_in"))] or rates
+        return _mean([each.get((worker, "steps"), 0.0) for each in pushed])
 
     def _row(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        workers, updates, gradients = workers_of(answers), self._rate("updates", max), self._rate("taken")
+        workers, updates, gradients = workers_of(answers), self._rate("updates", _mean), self._rate("taken")
         alive = [known[0] for _, known in sorted(workers.items()) if known[0].state == "alive"]
         losses = [(info.worker_id, info.scalars["loss"]) for info in alive if "loss" in info.scalars]
         row = {
@@ -286,6 +323,7 @@ class History:
             each for each in servers if each.answer
         ]
         answers = [each.answer for each in known if each.answer] or [Answer("", pb.Status())]
+        figures = self._at_work[0] if self._is_over and self._at_work else recent.workers
         bases, status = workers_of([each.base for each in known if each.base]), answers[0].status
         warnings = [warning for each in answers for warning in each.status.warnings]
         warnings += [f"{each.address}: {failed}" for each in answers if (failed := each.status.checkpoint_failure)]
@@ -293,7 +331,7 @@ class History:
         return {
             "now": round(now, 3),
             "run": status.run_id,
-            "state": answers[0].state,
+            "state": "ended" if self._is_over and not self.answers else answers[0].state,
             "protocol": status.protocol,
             "staleness_policy": status.staleness,
             "rule": status.optimizer.rule,
@@ -310,7 +348,7 @@ class History:
             "skipped": max((each.skipped for each in servers), default=0),
             "servers": [self._server(each, now) for each in servers],
             "workers": [
-                self._worker(name, infos, bases.get(name, ()), recent.workers.get(name, Figures()))
+                self._worker(name, infos, bases.get(name, ()), figures.get(name, Figures()))
                 for name, infos in sorted(workers_of(answers).items())
             ],
             "staleness": self._staleness(max(self._staffed.values(), default=(0, status), key=itemgetter(0))[1]),
@@ -319,14 +357,19 @@ class History:
     def _staleness(self, status: pb.Status) -> dict[str, Any]:
         """Return what the law and the policies say of the gradients since the last change of either."""
         buckets = sum((server.ages for server in self.servers.values()), Counter[int]())
-        expected = Expected(status)
+        expected, servers = Expected(status), self.servers.values()
+        now, then = (
+            [each.tally for one in found if one for each in one.workers]
+            for found in ([server.answer for server in servers], [server.base for server in servers])
+        )
+        measured = merged(now, then)
         return {
             "buckets": sorted(map(list, buckets.items())),
             "mean": sum(stale * count for stale, count in buckets.items()) / max(1, buckets.total()),
             "max": max(buckets, default=0),
             "law": expected.law,
             "law_words": expected.law_words,
-            "policies": expected.policies(buckets),
+            "policies": expected.policies(buckets, measured.step_lost if measured.rate_scale_count else None),
             "since": max((each.since for each in self.servers.values() if each.since is not None), default=None),
         }
 
@@ -358,7 +401,7 @@ class History:
             "pace": self._pace(name),
             "loss": latest.scalars.get("loss"),
             "staleness_mean": since.staleness_mean if costs else None,
-            "step_lost": since.step_lost if costs else None,
+            "step_lost": since.step_lost if since.rate_scale_count else None,
             "waited": figures.share_waited,
             "slower": figures.slower,
             "waits_for": waits_for(known),
@@ -379,6 +422,22 @@ def counts(answer: Answer) -> dict[Key, float]:
         found[name, "steps"] = worker.clock
         found[name, "bytes_in"], found[name, "bytes_out"] = worker.tally.bytes_in, worker.tally.bytes_out
     return found
+
+
+def _possible(staleness: int) -> int:
+    """Return the staleness, or the nearest one that policies take: what comes from a server may be anything."""
+    return min(max(0, staleness), STALENESS_MAX)
+
+
+def refusals(status: pb.Status) -> int:
+    """Return how many pushed shards were refused, and not only not needed."""
+    return status.tally.pushes_rejected - status.tally.pushes_dropped
+
+
+def _mean(rates: list[float]) -> float:
+    """Return the mean of what several servers count of the same, but for servers without shards."""
+    known = [rate for rate in rates if rate]
+    return sum(known) / len(known) if known else 0.0
 
 
 def _most(count: str, answers: Sequence[Answer]) -> int:

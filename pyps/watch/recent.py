@@ -101,7 +101,11 @@ class Recent:
             last[each.worker] = max(each.ended, last.get(each.worker, -math.inf))
         # Under way, and so not listed yet.
         waiting = {name: waits_for(infos) for name, infos in known.items() if name in last and waits_for(infos)}
-        self._waits += [Wait(0, name, last[name], now, others) for name, others in waiting.items()]
+        for name, awaited in waiting.items():
+            # Between two waits is a step: the last one is listed with its update.
+            stepped = max((wait.ended for wait in self._waits if wait.worker == name), default=-math.inf) == last[name]
+            began = last[name] + ((median_of(steps_of[name]) or 0.0) if stepped else 0.0)
+            self._waits.append(Wait(0, name, min(began, now), now, awaited))
         self._end = now if waiting else max(last.values(), default=now)
         reach = [kept[:STEPS_A_WORKER][-1].began for kept in steps_of.values()]
         first = min((each.began for each in done), default=now)

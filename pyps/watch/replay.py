@@ -119,8 +119,7 @@ class _Replay:
                 status.examples = line["examples"] if shard_id == self._first_shard else status.examples
                 self._versions[shard_id] = line["version"]
                 self._ended.discard(shard_id)
-            case "roster" if len(line["workers"]) >= len(status.roster):
-                # Those who leave at the end had a part in it.
+            case "roster":
                 status.roster[:] = line["workers"]
             case "push":
                 # Of a change after the last push no gradient tells.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from random import Random
 from typing import Any
 
 from pyps.core import protocols, staleness
@@ -13,6 +14,8 @@ from pyps.core.staleness import StalenessPolicy
 from pyps.core.warmup import WarmUp
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.errors import InvalidArgument
+
+UPDATES_DRAWN = 250
 
 
 class Expected:
@@ -37,13 +40,15 @@ class Expected:
                 self.law = (num_workers - 1) / self.gradients_per_update
                 self.law_words = f"(L-1)/c = ({num_workers}-1)/{self.gradients_per_update}"
 
-    def policies(self, buckets: Mapping[int, int]) -> list[dict[str, Any]]:
-        """Return what each policy takes of the steps of these gradients."""
+    def policies(self, buckets: Mapping[int, int], measured: float | None = None) -> list[dict[str, Any]]:
+        """Return what each policy takes of the steps of these gradients; `measured`: what the one in force took."""
         mine = self.policy.name if self.policy else ""
         return [
             {
                 "name": name,
-                "lost": self.lost(self.policy if name == mine else kind(), buckets),
+                "lost": measured
+                if name == mine and measured is not None
+                else self.lost(self.policy if name == mine else kind(), buckets),
                 "in_force": name == mine,
             }
             for name, kind in staleness.POLICIES.items()
@@ -54,11 +59,12 @@ class Expected:
         total = sum(buckets.values())
         if not total or policy is None:
             return 0.0
-        mean = sum(stale * count for stale, count in buckets.items()) / total
-        left = 0.0
-        for stale, count in buckets.items():
-            weighing = policy.weigh(stale, self.split)
-            # Which gradients made an update together is not known: of several the mean stands for each.
-            of_update = policy.update_scale([stale if self.gradients_per_update == 1 else round(mean)])
-            left += count * weighing.rate_scale * of_update * weighing.accept
-        return 1.0 - left / total
+        weighed = {stale: policy.weigh(stale, self.split) for stale in buckets}
+        own = {stale: weighing.rate_scale * weighing.accept for stale, weighing in weighed.items()}
+        if self.gradients_per_update == 1 or not policy.scales_updates:
+            left = sum(own[stale] * count * policy.update_scale([stale]) for stale, count in buckets.items()) / total
+            return 1.0 - left
+        # Which gradients made an update together is not known: some are drawn, always the same ones.
+        drawn = Random(0).choices([*buckets], [*buckets.values()], k=self.gradients_per_update * UPDATES_DRAWN)
+        updates = [drawn[at::UPDATES_DRAWN] for at in range(UPDATES_DRAWN)]
+        return 1.0 - sum(policy.update_scale(each) * sum(map(own.get, each)) for each in updates) / len(drawn)  # type: ignore[arg-type]

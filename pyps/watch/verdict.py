@@ -75,8 +75,19 @@ def verdicts(
     if not recent.num_steps:
         within = in_seconds(recent.seconds)
         yield Verdict(f"{counted(len(alive), 'worker')} alive, and no gradient in the last {within}")
+    in_force: dict[tuple[str, str], str] = {}
+    for answer in answers:
+        if answer.status.protocol:
+            in_force.setdefault((answer.status.protocol, answer.status.staleness), answer.address)
+    if len(in_force) > 1:
+        words = ", ".join(f"{address} goes by {' and '.join(filter(None, each))}" for each, address in in_force.items())
+        yield Verdict(f"the servers differ: {words}; set one protocol for all")
     few = "" if recent.num_steps >= STEPS_LEAST * len(alive) else f"so far ({counted(recent.num_steps, 'gradient')}): "
     gone = [f"; {name} is gone ({known[0].state})" for name, known in workers.items() if known[0].state in LOST]
+    if few and recent.num_steps < len(alive):
+        yield Verdict(
+            f"little is known yet: {counted(recent.num_steps, 'gradient')} of {counted(len(alive), 'worker')}"
+        )
     for found in _of_steps(recent, expected, protocol, busy, is_alone=len(alive) == 1, gone="".join(gone[:1])):
         yield found._replace(sentence=few + found.sentence)
 

@@ -164,13 +164,16 @@ def test_no_other_page_and_nobody_without_the_token_changes_or_reads(start_serve
 
 def test_half_a_request_keeps_nobody_out_for_long_and_is_no_line(start_server, monkeypatch, capfd):
     monkeypatch.setattr(app, "FIRST_REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr(app, "IDLE_SECONDS", 2.0)
     monkeypatch.setattr(app, "CONNECTIONS_MAX", 8)
+    half, whole = b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"GET /uplot.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with shown([start_server()]) as (address, _), contextlib.ExitStack() as ends:
         place = ("127.0.0.1", urlsplit(address).port)
         held = [ends.enter_context(socket.create_connection(place)) for _ in range(12)]
         for index, connection in enumerate(held):
             with contextlib.suppress(OSError):
-                connection.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n" if index else b"GET / \x00\r\n\r\n")
+                # Some after whole ones, whose answers nobody reads for now.
+                connection.send(whole * (index % 3) + half if index else b"GET / \x00\r\n\r\n")
         # One too many is closed at once, the others soon.
         for connection in held:
             connection.settimeout(30)

@@ -109,7 +109,8 @@ def test_what_staleness_costs_is_of_the_gradients_since_the_last_change(clock):
         clock.now = 1000 + uptime
         buckets = [pb.StalenessHistogram.Bucket(staleness=age, count=count) for age, count in ages.items()]
         status = pb.Status(uptime_seconds=uptime, protocol=protocol, staleness="constant", roster=["v", "w"])
-        tally = pb.Tally(pushes_applied=sum(ages.values()), staleness_mean=mean, step_lost=lost)
+        count = sum(ages.values())
+        tally = pb.Tally(pushes_applied=count, rate_scale_count=count, staleness_mean=mean, step_lost=lost)
         workers = [pb.WorkerInfo(worker_id="w", tally=tally)]
         history.take("a", Answer("a", status, workers, staleness=pb.StalenessHistogram(buckets=buckets)))
         found = history.to_json()
@@ -205,3 +206,86 @@ def test_what_two_servers_tell_is_one_event_and_the_law_is_of_the_workers_that_t
     for address in ("a", "b"):
         history.take(address, Answer(address, pb.Status(state=4)))
     assert history.to_json()["staleness"]["law"] == 1.0
+
+
+def worker_of(state: str = "alive", **tally: float) -> pb.WorkerInfo:
+    return pb.WorkerInfo(worker_id="w", state=state, tally=pb.Tally(**tally))
+
+
+def test_gradients_that_wait_cost_no_step(clock):
+    history = History(["a"], clock=clock)
+    before, sync = (pb.Status(protocol=name, staleness="divide", roster="w") for name in ("async", "hardsync"))
+    history.take("a", Answer("a", before, [worker_of(pushes_applied=100, rate_scale_count=100, step_lost=0.5)]))
+    history.take("a", Answer("a", sync, [worker_of(pushes_applied=100, rate_scale_count=100, step_lost=0.5)]))
+    more = worker_of(pushes_applied=101, pushes_pending=1, rate_scale_count=101, step_lost=50 / 101)
+    history.take("a", Answer("a", sync, [more]))
+    [worker] = history.to_json()["workers"]
+    assert worker["step_lost"] == 0.0
+
+
+def test_a_run_that_has_ended_keeps_what_held_it_back(clock):
+    history = History(["a"], clock=clock)
+    status = pb.Status(state=3, protocol="hardsync", staleness="none", uptime_seconds=1, roster=["v", "w"])
+    workers = [pb.WorkerInfo(worker_id=name, state="alive") for name in "vw"]
+    for second in range(8):
+        clock.now += 1
+        history.add_step("w", clock.now - 1, clock.now)
+        history.add_step("v", clock.now - 1, clock.now - 0.75)
+        history.add_wait("v", clock.now - 0.75, clock.now, ["w"])
+        status.uptime_seconds = second
+        history.take("a", Answer("a", status, workers))
+        history.tick()
+    at_work = history.verdict
+    assert at_work.sentence.startswith("w is 4.0 times slower than the rest; under hardsync all wait for it")
+    for worker in workers:
+        worker.state = "finished"
+    history.take("a", Answer("a", status, workers))
+    assert history.verdict == (f"all workers have finished; before: {at_work.sentence}", "w")
+    history.take("a", "connection refused")
+    found = history.to_json()
+    assert found["sentence"] == f"the run has ended, and its servers with it; before: {at_work.sentence}"
+    assert found["state"] == "ended"
+    assert [worker["slower"] for worker in found["workers"]] == [0.25, 4.0]
+
+
+def test_a_step_between_two_waits_is_no_wait_before_it_is_listed(clock):
+    history = History(["a"], clock=clock)
+    for second in range(10):
+        history.add_wait("v", clock.now + second, clock.now + second + 0.5, ["w"])
+        if second < 9:
+            history.add_step("v", clock.now + second + 0.5, clock.now + second + 1)
+    clock.now += 10.5
+    waiting = pb.WorkerInfo(worker_id="v", state="alive", waits_for=["w"])
+    history.take("a", Answer("a", pb.Status(state=3, uptime_seconds=11), [waiting]))
+    history.tick()
+    assert history.rows[-1]["waited"] == pytest.approx(0.5, abs=0.06)
+
+
+def test_checkpoints_and_refusals_are_events_and_a_score_has_its_examples(clock):
+    history = History(["a"], clock=clock)
+    for second, (checkpoint, refused) in enumerate([("", 0), ("c-1", 0), ("c-1", 3)]):
+        tally = pb.Tally(pushes_rejected=refused)
+        status = pb.Status(run_id="r", state=3, uptime_seconds=second, checkpoint=checkpoint, tally=tally)
+        status.version_max, status.examples = second, 64 * second
+        history.take("a", Answer("a", status))
+        history.tick()
+    history.add_score(1, {"accuracy": 0.5})
+    assert [event[3:5] for event in history.events] == [
+        ("checkpoint", "checkpoint written: c-1"),
+        ("refused", "gradients refused: 3 pushed shards"),
+    ]
+    assert (history.rows[-1]["seen"], history.rows[-1]["score"]) == (64, {"accuracy": 0.5})
+
+
+def test_figures_that_are_none_end_nothing(clock):
+    history = History(["a"], clock=clock)
+    step = {"worker_id": "w", "sequence": 1, "outcome": 1}
+    wrong = [{"age_seconds": math.nan}, {"staleness": -1}, {"staleness": 2**62}]
+    steps = [pb.Activity(**step, **each) for each in wrong]
+    buckets = [pb.StalenessHistogram.Bucket(staleness=each, count=1) for each in (-5, 2**62)]
+    status = pb.Status(state=3, protocol="async", staleness="divide_plus_one", roster="w", uptime_seconds=1)
+    answer = Answer("a", status, [worker_of()], staleness=pb.StalenessHistogram(buckets=buckets), activity=steps)
+    history.take("a", answer)
+    history.tick()
+    json.dumps(history.to_json(), allow_nan=False)
+    assert len(history.steps) == 2

@@ -42,6 +42,31 @@ def test_it_fills_the_terminal_and_no_more(width, height, workers, loss, name):
     assert any("1.0 s" in line and "now" in line for line in lines)
 
 
+def test_its_axes_are_those_of_the_figures():
+    history = History(["a"], clock=lambda: 1000.0 + len(history.rows))
+    for second in range(20):
+        history.add_row(
+            {"t": 1000.0 + second, "version": 3, "loss": {"w": 7.5 - second / 4}, "steps": 40.0, "updates": 20.0}
+        )
+        history.rows[-1].update(waited=0.25, staleness=1.5)
+    history.take(
+        "a", Answer("a", pb.Status(state=3, uptime_seconds=1.0), [pb.WorkerInfo(worker_id="w", state="alive")])
+    )
+    with (console := Console(width=120, height=40)).capture() as shown:
+        console.print(top.picture(history.to_json(), history.rows, 120, 40), end="")
+    halves = [(line[:60], line[60:]) for line in shown.get().split("\n")]
+    numbers = [
+        [float(found) for line in halves for found in re.findall(r"^ *(-?\d+\.\d+)┤", line[side])] for side in (0, 1)
+    ]
+    (loss, staleness), (speed, waited) = ((each[: len(each) // 2], each[len(each) // 2 :]) for each in numbers)
+    assert [(min(each), max(each)) for each in (loss, staleness, speed, waited)] == [
+        (2.75, 7.5),
+        (0, 1.5),
+        (0, 40),
+        (0, 0.25),
+    ]
+
+
 def test_what_is_missing_or_makes_no_sense_is_one_sentence(monkeypatch):
     assert "'a b' is malformed" in shell("top", "--servers", "a b", status=2)
     assert "pyps top needs a terminal: `pyps status` writes to a pipe" in shell("top", status=2)

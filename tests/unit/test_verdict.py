@@ -4,6 +4,9 @@ import pytest
 
 from pyps.watch.answer import Answer
 from pyps.watch.history import History, Server
+from pyps.watch.recent import Recent, Step
+from pyps.watch.staleness import Expected
+from pyps.watch.verdict import verdicts
 from pyps_wire import inspector_pb2 as pb
 
 NOW = 1000.0
@@ -174,3 +177,19 @@ def test_a_server_that_is_always_busy_or_does_not_answer():
     assert history.verdict == ("no answer from b for 0.0 s: every worker waits for a server that is gone", "")
     run.history.servers["b"] = Server("b", error="gone", silent_since=NOW - 9)
     assert run.verdict().sentence == "no answer from b for 9.0 s: steps go on"
+
+
+def test_servers_that_differ_are_named():
+    workers = [pb.WorkerInfo(worker_id="w", state="alive")]
+    in_force = {"a": "async", "b": "hardsync"}
+    answers = [Answer(address, pb.Status(state=3, protocol=each), workers) for address, each in in_force.items()]
+    recent = Recent(answers, [Step(1, "w", 0.0, 1.0)], [], now=2.0)
+    found = next(verdicts(answers, recent, silent={}, busy={}))
+    assert found.sentence == "the servers differ: a goes by async, b goes by hardsync; set one protocol for all"
+
+
+def test_what_a_policy_takes_of_updates_of_several_gradients_is_that_of_drawn_ones():
+    status = pb.Status(protocol="softsync:n=2", staleness="none", roster=["a", "b", "c", "d"])
+    lost = {each["name"]: each["lost"] for each in Expected(status).policies({1: 50, 2: 50})}
+    # Two gradients an update: both 1 in a quarter of them, one 2 in a half, both 2 in a quarter.
+    assert lost["per_update"] == pytest.approx(1 - (1 + 2 * 2 / 3 + 1 / 2) / 4, abs=0.03)
