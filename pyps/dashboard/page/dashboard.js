@@ -92,7 +92,8 @@ function look() {
   const names = ["card", "grid", "text", "quiet", "hatch", "edge", "accent", "slow", "bad"];
   return looked = {
     ...Object.fromEntries(names.map((name) => [name, of(name)])), ages: numbered("age", 7), lines: numbered("line", 6),
-    hatched: ink.createPattern(tile, "repeat"), small: `11px ${family}`, sized: `${11 * devicePixelRatio}px ${family}`,
+    hatched: ink.createPattern(tile, "repeat"), sized: `${11 * devicePixelRatio}px ${family}`,
+    small: `11px ${family}`, tiny: `10px ${family}`,
   };
 }
 function styleOf(at) { return { colour: look().lines[at % 6], dash: DASHES[at % DASHES.length], width: 1.8 }; }

@@ -29,6 +29,7 @@ class Timeline {
     for (const kind of ["down", "move", "leave"]) {
       view.addEventListener(`pointer${kind}`, (event) => this.point(kind, event));
     }
+    document.addEventListener("pointerdown", ({ target }) => view.contains(target) || this.tell(this.pointer = null));
   }
 
   // --- data ---
@@ -55,6 +56,12 @@ class Timeline {
   }
 
   ends(lane) { return Math.max(lane.steps.at(-1)?.ended ?? 0, lane.waits.at(-1)?.ended ?? 0); }
+  // When one that waits now began to. Between two waits is a step, which is not listed yet if a wait is the last thing.
+  waitsSince(lane) {
+    const lengths = lane.steps.slice(-9).map(({ began, ended }) => ended - began).sort((a, b) => a - b);
+    const known = this.ends(lane), isStep = known === lane.steps.at(-1)?.ended;
+    return known + (isStep ? 0 : lengths[lengths.length >> 1] ?? 0);
+  }
   newest() { return [...this.lanes.values()].reduce((newest, lane) => Math.max(newest, this.ends(lane)), 0); }
   oldest() {
     const begins = [...this.lanes.values()].flatMap(({ steps, waits }) => [steps[0]?.began, waits[0]?.began]);
@@ -111,19 +118,28 @@ class Timeline {
     if (kind === "move" && event.buttons && before) {
       this.move((before.clientX - event.clientX) / this.view.clientWidth * this.span);
     }
-    this.pointer = kind === "leave" ? null : event;
-    const tip = $("tip"), words = this.pointer ? this.wordsAt(event) : "";
+    // A finger is lifted to read what it has pointed at.
+    if (kind !== "leave") this.pointer = event; else if (event.pointerType !== "touch") this.pointer = null;
+    this.tell();
+  }
+
+  // Say what is under the pointer, also when that moves on.
+  tell() {
+    const tip = $("tip"), { pointer } = this, words = pointer ? this.wordsAt(pointer) : "";
+    clearTimeout(this.telling);
     tip.hidden = !words;
     say(tip, words);
-    tip.style.left = `${Math.max(4, Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8))}px`;
-    tip.style.bottom = `${innerHeight - event.clientY + 12}px`;
+    if (!pointer) return;
+    tip.style.left = `${Math.max(4, Math.min(pointer.clientX + 14, innerWidth - tip.offsetWidth - 8))}px`;
+    tip.style.bottom = `${innerHeight - pointer.clientY + 12}px`;
+    this.telling = setTimeout(() => this.tell(), 100);
   }
 
   wordsAt({ clientX, clientY }) {
-    const { left, top, width } = this.view.getBoundingClientRect();
+    const { left, top, bottom, width } = this.view.getBoundingClientRect();
     const time = this.viewEnd - this.span + (clientX - left) / width * this.span;
     const worker = this.order[Math.floor((clientY - top - HEAD + this.box.scrollTop) / this.height)];
-    if (!worker || clientY < top + HEAD) return "";
+    if (!worker || clientY < top + HEAD || clientY > bottom) return "";
     const { name, state, waits_for } = worker, lane = this.lane(name);
     const of = (items) => items.findLast(({ began, ended }) => began <= time && time <= ended);
     const step = of(lane.steps), wait = of(lane.waits), length = ({ began, ended }) => secondsText(ended - began);
@@ -134,7 +150,8 @@ class Timeline {
     }
     if (wait) return `${name}\nwaited ${length(wait)}${wait.others.length ? ` for ${namesText(wait.others)}` : ""}`;
     if (time < this.ends(lane)) return name;
-    return `${name}\n${waits_for.length ? `waits for ${namesText(waits_for)}` : state}`;
+    if (!waits_for.length || time < this.waitsSince(lane)) return `${name}\n${state}`;
+    return `${name}\nwaits for ${namesText(waits_for)}`;
   }
 
   // --- drawing ---
@@ -170,6 +187,7 @@ class Timeline {
     ink.beginPath();
     ink.rect(0, HEAD, wide, lanes);
     ink.clip();
+    ink.font = height < 20 ? look().tiny : look().small;
     for (let at = Math.floor(top / height); at < Math.min(count, (top + lanes) / height); at++) {
       this.drawLane(this.order[at], HEAD + at * height - top + 2, height - 4);
     }
@@ -215,10 +233,12 @@ class Timeline {
     // What the worker does since its last step: it ends only with a later answer.
     const last = this.x(this.ends({ steps, waits }));
     if (!this.live || state !== "alive" || !(steps.length || waits.length) || last > wide) return;
-    if (waits_for.length) return this.drawWait(last, wide, y, height, waits_for);
+    const end = waits_for.length ? this.x(this.waitsSince({ steps, waits })) : wide + 9;
+    this.drawWait(end, wide, y, height, waits_for);
+    if (end < last + 4) return;
     Object.assign(ink, { strokeStyle: look().hatch, lineWidth: 1 });
     ink.setLineDash([3, 3]);
-    ink.strokeRect(last + 1.5, y + 0.5, wide - last, height - 1);
+    ink.strokeRect(last + 1.5, y + 0.5, end - last - 3, height - 1);
     ink.setLineDash([]);
   }
 
@@ -244,13 +264,15 @@ class Timeline {
     hatched.setTransform(new DOMMatrix().translate(-(this.from * this.scale) % 8, 0).scale(1 / devicePixelRatio));
     ink.fillStyle = hatched;
     ink.fillRect(x, y + 2, end - x, height - 4);
-    const slow = others.includes(this.slow), more = others.length > 1 ? ` +${others.length - 1}` : "";
-    const words = `for ${slow ? `◆ ${this.slow}` : others[0]}${more}`, room = ink.measureText(words).width + 8;
+    const slow = others.includes(this.slow), whom = slow ? `◆ ${this.slow}` : others[0];
+    const choices = [`for ${whom}${others.length > 1 ? ` +${others.length - 1}` : ""}`, whom, slow ? "◆" : ""];
     // The end of a wait that goes on is out of sight: its words stand near what is seen of its begin.
     const from = Math.max(0, x), middle = from + Math.min(90, (end - from) / 2);
-    if (!others.length || height < 16 || room > end - from - 4) return;
+    const words = whom && choices.find((each) => ink.measureText(each).width < end - from - 10);
+    if (!words) return;
+    const room = ink.measureText(words).width + 6;
     ink.fillStyle = card;
-    ink.fillRect(middle - room / 2, y + height / 2 - 8, room, 16);
+    ink.fillRect(middle - room / 2, y + 3, room, height - 6);
     ink.fillStyle = slow ? mark : quiet;
     ink.fillText(words, middle, y + height / 2 + 0.5);
   }
