@@ -98,10 +98,10 @@ class Chart {
     const { ctx, bbox: { left, top, width, height } } = plot, ratio = devicePixelRatio, colours = look();
     Object.assign(ctx, { textAlign: "center", textBaseline: "middle", font: colours.sized });
     this.marks = [];
-    for (const [, time, , kind] of held.events) {
-      const x = Math.round(plot.valToPos(time, "x", true)), sign = signOf(kind);
+    for (const [, time, , kind, message] of held.events) {
+      const x = Math.round(plot.valToPos(time, "x", true)), sign = signOf(kind, message);
       if (x < left || x > left + width) continue;
-      ctx.fillStyle = isGrave(kind) ? colours.bad : colours.text;
+      ctx.fillStyle = isGrave(sign) ? colours.bad : colours.text;
       for (let y = top; y < top + height && !SMALL.includes(sign); y += 5 * ratio) ctx.fillRect(x, y, ratio, 2 * ratio);
       ctx.fillText(sign, x, top - 6 * ratio);
       this.marks.push(kind);
@@ -148,7 +148,7 @@ function losses() {
   const valueOf = (row, name) => few || name === slow ? own(row.loss, name) : row.median ??= medianOf(row.loss);
   const drawn = linesOf(names, valueOf, rowsWith("loss", by), by);
   for (const line of drawn.lines) {
-    line.values = smoothed(line.values);
+    Object.assign(line, { raw: line.values, values: smoothed(line.values) });
     if (line.name === slow) Object.assign(line, { colour: look().slow, dash: [], width: 2.6 });
   }
   return drawn;

@@ -2,14 +2,18 @@
 // Takes the run's history from /data each second, or from #data of a saved page; draws all but timeline and charts.
 
 const ROWS_MAX = 4000, STEPS_MAX = 150000; // held before all that the dashboard keeps is asked for anew
-const EVENTS_MAX = 2000, EVENTS_SHOWN = 200;
+const EVENTS_MAX = 2000, EVENTS_SHOWN = 200, FAULTS_FIRST = 4;
 const SIGNS = {
-  joined: "+", back: "+", found: "+", left: "−", checkpoint: "▾", configured: "⇄", replica: "◇",
-  finished: "✓", failed: "✕", expired: "✕", lost: "✕", standstill: "✕", stalled: "!", warning: "!", reset: "!",
+  joined: "+", back: "+", found: "+", left: "−", checkpoint: "▾", configured: "⇄", replica: "◇", finished: "✓",
+  failed: "✕", expired: "✕", lost: "✕", standstill: "✕", score: "✕", refused: "✕", standby: "✕",
+  stalled: "!", warning: "!", reset: "!",
 };
 const SMALL = "·+▾"; // of what changes nothing for the others
-function signOf(kind) { return Object.hasOwn(SIGNS, kind) ? SIGNS[kind] : "·"; }
-function isGrave(kind) { return "✕!".includes(signOf(kind)); }
+function signOf(kind, message) {
+  if (kind === "standby" && message.includes("a standby follows")) return SIGNS.replica;
+  return Object.hasOwn(SIGNS, kind) ? SIGNS[kind] : "·";
+}
+function isGrave(sign) { return "✕!".includes(sign); }
 
 const $ = (id) => document.getElementById(id);
 // `reader` is the token that shows the run, `token` the one that changes it.
@@ -145,11 +149,14 @@ function renderCosts({ workers, staleness: { policies, since } }) {
   bars($("losers"), losers.slice(0, 8).map(({ name, step_lost }) => ({ name, part: step_lost })));
 }
 
+// The newest faults stand first, where many workers that come and go do not hide them.
 function renderEvents() {
-  const events = held.events.slice(-EVENTS_SHOWN).reverse();
-  once($("events"), held.id + events[0]?.[0], () => events.map(([, time, , kind, message, worker]) => {
-    const sign = make("span", { class: isGrave(kind) && "bad" }, `${signOf(kind)} ${kind}`);
-    return make("li", {}, clockText(time), sign, make("span", {}, ...marked(message || worker || kind)));
+  const events = held.events.filter(([, , , kind]) => kind !== "counts").slice(-EVENTS_SHOWN).reverse();
+  const faults = events.filter(([, , , kind, message]) => isGrave(signOf(kind, message))).slice(0, FAULTS_FIRST);
+  const shown = [...faults, ...events.filter((event) => !faults.includes(event))];
+  once($("events"), held.id + events[0]?.[0], () => shown.map(([, time, , kind, message, worker]) => {
+    const sign = signOf(kind, message), words = make("span", {}, ...marked(message || worker || kind));
+    return make("li", {}, clockText(time), make("span", { class: isGrave(sign) && "bad" }, `${sign} ${kind}`), words);
   }));
 }
 
