@@ -9,7 +9,7 @@ const WHOLE = Array.from({ length: 46 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Ma
 const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
 
 class Chart {
-  // lines() gives {x, lines: [{name, values, colour, dash, width}]}; without lines `empty` is said.
+  // lines() gives {x, lines: [{name, values, raw, colour, dash, width}]}; without lines `empty` is said.
   constructor(id, lines, options) {
     Object.assign(this, { lines, format: number, height: 180, floor: true, by: () => "t", box: $(id) }, options);
     parts.push(() => this.draw());
@@ -25,7 +25,7 @@ class Chart {
       const words = held.doc.live ? "Nothing yet: this fills when workers push gradients." : "Not in an update log.";
       return this.box.replaceChildren(make("p", { class: "empty" }, this.empty ?? words));
     }
-    const made = JSON.stringify([this.by(), drawn.lines.map((line) => ({ ...line, values: 0 }))]);
+    const made = JSON.stringify([this.by(), drawn.lines.map((line) => ({ ...line, values: 0, raw: 0 }))]);
     const data = [drawn.x, ...drawn.lines.map((line) => line.values)];
     if (this.made !== made) this.create(drawn.lines, data); else this.plot.setData(data);
     this.made = made;
@@ -44,7 +44,7 @@ class Chart {
     const key = lines.map((line, at) => make("li", {}, swatch(line), nameNode(line.name), this.values[at]));
     this.box.replaceChildren(this.bars ? "" : make("ul", { class: "key" }, ...key), place);
     this.plot = new uPlot({
-      width: this.box.clientWidth, height: this.height, padding: [14, 8, 0, 0], series: [{}, ...series],
+      width: this.box.clientWidth, height: this.height, padding: [14, 26, 0, 0], series: [{}, ...series],
       scales: {
         x: { time: false, range: (_, low, high) => this.drawn.range ?? (timed ? timeRange() : [low, high + 1]) },
         y: { range: (_, low, high) => this.range(low, high) },
@@ -86,7 +86,7 @@ class Chart {
   read() {
     const { data, cursor } = this.plot ?? {};
     this.values?.forEach((node, at) => {
-      const values = data[at + 1];
+      const values = this.drawn.lines[at].raw ?? data[at + 1];
       let index = cursor.left >= 0 && cursor.idx != null ? cursor.idx : values.length - 1;
       while (index > 0 && values[index] == null) index--;
       say(node, this.format(values[index]));
@@ -112,7 +112,7 @@ class Chart {
 // The time that all charts show.
 function timeRange() {
   const { doc, rows, events } = held, end = doc.live ? doc.now : Math.max(rows.at(-1)?.t ?? 0, timeline.newest());
-  const span = $("span").value, first = Math.min(rows[0]?.t ?? end, events[0]?.[1] ?? end, end - 5);
+  const span = $("span").value, first = Math.min(rows[0]?.t ?? events[0]?.[1] ?? end, end - 5);
   return span === "" ? held.view : [+span ? end - span : first, end];
 }
 

@@ -143,7 +143,7 @@ function bars(list, items) {
     make("progress", { value: part, "aria-hidden": true }), make("span", {}, share(part)))));
 }
 function renderCosts({ workers, staleness: { policies, since } }) {
-  say($("of"), since ? `of gradients since ${clockText(since)}, when protocol or policy changed` : "of all gradients");
+  say($("of"), since ? `of gradients since ${clockText(since)}` : "of all gradients");
   const losers = workers.filter((worker) => worker.step_lost != null).sort((a, b) => b.step_lost - a.step_lost);
   bars($("policies"), policies.map(({ name, lost, in_force }) => ({ name, part: lost, now: in_force })));
   bars($("losers"), losers.slice(0, 8).map(({ name, step_lost }) => ({ name, part: step_lost })));
