@@ -176,14 +176,17 @@ const COLUMNS = {
     ["transport", "transport"], ["host", "host"], ["device", "device"], ["says", "message"],
   ],
 };
+// Only what is in sight, and of that what has changed: a table of 256 workers has 4,096 cells.
 function renderTable(id, items) {
-  const row = (tag, wordsOf) => make("tr", {}, ...COLUMNS[id].map(([title, key, format = String]) => (
-    make(tag, { class: ![number, share, bytes].includes(format) && "text" }, wordsOf(title, key, format)))));
-  once($(id), JSON.stringify([items, held.doc.slow]), () => [
-    make("thead", {}, row("th", (title) => title)),
-    make("tbody", {}, ...items.map((item) => (
-      row("td", (_, key, format) => item[key] == null ? "–" : format(item[key]))))),
-  ]);
+  const table = $(id), { top, bottom } = table.parentNode.getBoundingClientRect();
+  if (table.was === items.length && (top > innerHeight || bottom < 0)) return;
+  const row = (tag) => make("tr", {}, ...COLUMNS[id].map(([title, , format]) => (
+    make(tag, { class: ![number, share, bytes].includes(format) && "text" }, tag === "th" ? title : ""))));
+  once(table, items.length, () => [make("thead", {}, row("th")), make("tbody", {}, ...items.map(() => row("td")))]);
+  items.forEach((item, at) => [...table.tBodies[0].rows[at].cells].forEach((cell, column) => {
+    const [, key, format = String] = COLUMNS[id][column], words = item[key] == null ? "–" : format(item[key]);
+    once(cell, words.outerHTML ?? words, () => [words]);
+  }));
 }
 function renderServers({ servers, live, state }) {
   renderTable("servers", servers.map(({ error, silent_seconds, memory, ...server }) => ({
@@ -286,6 +289,7 @@ function start() {
   for (const id of ["protocol", "learning_rate"]) on(id, "submit", tryChange);
   for (const id of ["smooth", "over", "span"]) on(id, "input", render);
   held.token = held.reader = new URLSearchParams(location.hash.slice(1)).get("token") ?? "";
+  document.addEventListener("scrollend", render);
   if (held.token) history.replaceState(null, "", location.pathname + location.search);
   // What is held and what each chart draws, for those who ask.
   window.pyps = { held, charts, timeline };
