@@ -198,29 +198,33 @@ function renderServers({ servers, live, state }) {
 // --- what if ---
 
 function renderWhatIf({ live, protocol, rate }) {
-  const needed = "A change needs the token of the printed address, or the operator’s; it stays in this page.";
-  say($("reason"), live ? needed : "This run is looked at again: nothing can be changed.");
-  $("give").hidden = $("changes").hidden = !live;
+  say($("reason"), live ? "" : "This run is looked at again: nothing can be changed.");
+  $("give").hidden = !live || !!held.token;
+  $("changes").hidden = !live;
   $("protocol").value.placeholder = protocol;
   $("learning_rate").value.placeholder = number(rate);
 }
-function giveToken(event) {
+async function giveToken(event) {
   event.preventDefault();
   held.token = $("token").value.trim();
+  if (held.closed) held.reader = held.token;
   event.target.reset();
-  if (!held.closed) return;
-  held.reader = held.token;
-  poll();
+  say($("said"), "");
+  if (held.closed) await poll(); else render();
+  $("protocol").value.focus({ preventScroll: true });
 }
-async function ask(path, token, options) {
+function ask(path, token, options) {
   const headers = { "Content-Type": "application/json" }, signal = AbortSignal.timeout(20000);
   if (token) headers.Authorization = `Bearer ${token}`;
-  const reply = await fetch(path, { ...options, cache: "no-store", headers, signal });
-  return { status: reply.status, ...await reply.json() };
+  const answer = fetch(path, { ...options, cache: "no-store", headers, signal });
+  const read = answer.then(async (reply) => ({ status: reply.status, ...await reply.json() }));
+  return read.catch(() => ({ error: "the dashboard does not answer" }));
 }
-function configure(change) {
-  const answer = ask("configure", held.token, { method: "POST", body: JSON.stringify(change) });
-  return answer.catch(() => ({ error: "the dashboard does not answer" }));
+async function configure(change) {
+  const made = await ask("configure", held.token, { method: "POST", body: JSON.stringify(change) });
+  if (made.status === 401) held.token = ""; // so that another is asked for
+  render();
+  return made;
 }
 async function tryChange(event) {
   event.preventDefault();
@@ -234,6 +238,7 @@ async function tryChange(event) {
   confirm.hidden = !!error;
   confirm.onclick = async () => {
     confirm.hidden = true;
+    $("said").focus();
     const made = await configure(change);
     say($("said"), made.error ? `Not changed: ${made.error}` : `Changed.\n${made.lines.join("\n")}`);
   };
@@ -256,17 +261,13 @@ function take(doc) {
 }
 
 async function poll() {
-  const since = clockText(held.heard / 1000);
-  let doc = null, words = `The dashboard has not answered since ${since}. Below is what was known then.`;
-  try {
-    const answer = await ask(`data?after=${held.number}&id=${held.id}`, held.reader);
-    Object.assign(held, { closed: answer.status === 401, heard: Date.now() });
-    if (answer.error) words = `The dashboard says: ${answer.error}`; else doc = answer;
-  } catch { /* said below */ }
+  const doc = await ask(`data?after=${held.number}&id=${held.id}`, held.reader);
+  if (doc.status) Object.assign(held, { closed: doc.status === 401, heard: Date.now() });
   document.body.classList.toggle("closed", held.closed);
-  $("broken").hidden = !!doc;
-  say($("broken"), words);
-  if (doc) take(doc);
+  $("broken").hidden = !doc.error;
+  say($("broken"), doc.status ? `The dashboard says: ${doc.error}` :
+    `The dashboard has not answered since ${clockText(held.heard / 1000)}. Below is what was known then.`);
+  if (!doc.error) take(doc);
   if (!held.closed) setTimeout(poll, 1000);
 }
 
@@ -288,8 +289,8 @@ function start() {
   on("give", "submit", giveToken);
   for (const id of ["protocol", "learning_rate"]) on(id, "submit", tryChange);
   for (const id of ["smooth", "over", "span"]) on(id, "input", render);
-  held.token = held.reader = new URLSearchParams(location.hash.slice(1)).get("token") ?? "";
   document.addEventListener("scrollend", render);
+  held.token = held.reader = new URLSearchParams(location.hash.slice(1)).get("token") ?? "";
   if (held.token) history.replaceState(null, "", location.pathname + location.search);
   // What is held and what each chart draws, for those who ask.
   window.pyps = { held, charts, timeline };
