@@ -51,7 +51,7 @@ class Timeline {
     if (this.spanKnown || steps.length < 8) return;
     // As much time as leaves a usual step room for its number.
     const length = steps.reduce((sum, step) => sum + step[3] - step[2], 0) / steps.length;
-    this.span = Math.min(120, Math.max(2, Math.max(4, this.view.clientWidth / 62) * length));
+    this.span = Math.min(120, Math.max(1.5, Math.max(4, this.view.clientWidth / 62) * length));
     this.spanKnown = true;
   }
 
@@ -187,7 +187,7 @@ class Timeline {
     ink.beginPath();
     ink.rect(0, HEAD, wide, lanes);
     ink.clip();
-    ink.font = height < 20 ? look().tiny : look().small;
+    ink.font = height < 20 || width < 400 ? look().tiny : look().small;
     for (let at = Math.floor(top / height); at < Math.min(count, (top + lanes) / height); at++) {
       this.drawLane(this.order[at], HEAD + at * height - top + 2, height - 4);
     }
