@@ -77,7 +77,8 @@ def verdicts(
         yield Verdict(f"{counted(len(alive), 'worker')} alive, and no gradient in the last {within}")
     in_force: dict[tuple[str, str], str] = {}
     for answer in answers:
-        if answer.status.protocol:
+        # One without a run has settings for the next.
+        if answer.state == "ready":
             in_force.setdefault((answer.status.protocol, answer.status.staleness), answer.address)
     if len(in_force) > 1:
         words = ", ".join(f"{address} goes by {' and '.join(filter(None, each))}" for each, address in in_force.items())

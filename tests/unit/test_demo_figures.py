@@ -34,8 +34,8 @@ def listing(**counts: dict[str, float]) -> pb.ListWorkersReply:
 
 
 def test_a_worker_of_two_servers_is_listed_once_with_means_over_both():
-    first = {"pushes_applied": 9, "staleness_mean": 1.0, "staleness_max": 2, "step_lost": 0.0}
-    second = {"pushes_applied": 3, "staleness_mean": 3.0, "staleness_max": 7, "step_lost": 0.4}
+    first = {"pushes_applied": 9, "rate_scale_count": 9, "staleness_mean": 1.0, "staleness_max": 2, "step_lost": 0.0}
+    second = {"pushes_applied": 3, "rate_scale_count": 3, "staleness_mean": 3.0, "staleness_max": 7, "step_lost": 0.4}
     statuses = [pb.Status(num_shards=3), pb.Status(num_shards=1)]
 
     answers = example.Answers(statuses, example.by_worker([listing(b=first, a={}), listing(b=second)]))
