@@ -17,6 +17,7 @@
 #include "kernel_finite.h"
 #include "kernel_memory.h"
 #include "kernel_reply.h"
+#include "kernel_rows.h"
 #include "kernel_rules.h"
 #include "kernel_vectors.h"
 
@@ -124,6 +125,13 @@ const Kernels PYPS_KERNELS = {
             .norm_inf = norm_inf,
             .combine = combine,
             .gram = gram,
+        },
+    .rows =
+        {
+            .rules = row_rules,
+            .num_rules = sizeof row_rules / sizeof *row_rules,
+            .initial = initial_row,
+            .round = round_row,
         },
 };
 

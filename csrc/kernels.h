@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "codecs.h"
 #include "vectors.h"
@@ -52,6 +53,20 @@ struct Rule {
                         const float* numbers);
 };
 
+// What tables need besides, for one row of at most 1,024 numbers. Random bits are a function of the
+// key and the number's column.
+struct RowKernels {
+  // As a shard's rules, but each slot is one number a row, and no reply is written.
+  const Rule* rules;
+  std::size_t num_rules;
+
+  // values = uniform in [-scale, scale), in steps of scale / 2^23.
+  void (*initial)(float* values, std::uint64_t key, float scale, std::size_t count);
+
+  // Rounds to bfloat16, up with a probability of the distance from the lower neighbour.
+  void (*round)(void* words, const float* values, std::uint64_t key, std::size_t count);
+};
+
 struct Summary {
   double sum_of_squares;
   float min;
@@ -90,6 +105,8 @@ struct Kernels {
                     std::size_t count);
 
   VectorKernels vectors;
+
+  RowKernels rows;
 };
 
 }  // namespace pyps

@@ -44,6 +44,11 @@ INSTANTIATIONS = {
     "store_quotients": 1,
     "widen": 1,
     "add_products": 1,
+    # Each with and without decay, for three codecs and for a sum.
+    "gradient_loop": 2 * 4,
+    "quotient_loop": 1,
+    "initial_row": 1,
+    "round_row": 1,
 }
 # Those that become two vectors or so are unrolled first, and then vectorised as straight code.
 UNROLLED = {("avx512", "update_loop"): 3}
