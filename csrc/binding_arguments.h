@@ -8,12 +8,15 @@
 #include <cstdint>
 #include <cstring>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "isa.h"
 #include "kernels.h"
+#include "table.h"
 
 namespace pyps {
 
@@ -69,6 +72,28 @@ Number to_number(py::handle object, std::string_view owner, const char* name) {
   }
 }
 
+inline std::vector<std::string> names_in(const char* list) {
+  std::vector<std::string> names;
+  std::istringstream words(list);
+  for (std::string name; std::getline(words >> std::ws, name, ',');) names.push_back(name);
+  return names;
+}
+
+// The numbers of a rule's formula, which have these names.
+inline std::vector<float> to_float32s(const py::tuple& numbers,
+                                      const std::vector<std::string>& names, const Rule& rule) {
+  if (numbers.size() != names.size()) {
+    throw py::value_error(std::to_string(numbers.size()) + " numbers; " + rule.name + " takes " +
+                          rule.numbers);
+  }
+  std::vector<float> values(names.size());
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const char* name = names[i].c_str();
+    values[i] = to_float32(to_number<double>(numbers[i], rule.name, name), name);
+  }
+  return values;
+}
+
 inline bool overlap(const void* one, std::size_t one_size, const void* other,
                     std::size_t other_size) {
   const auto first = reinterpret_cast<std::uintptr_t>(one);
@@ -100,14 +125,7 @@ class Bytes {
 
   // Raw bytes may hold any codec; an array of numbers must hold the codec's own.
   void require_count(const CodecTraits& codec, std::size_t count) const {
-    const char* format = view_.format == nullptr ? "B" : view_.format;
-    if (*format == '@' || *format == '=' || *format == '<') ++format;
-    const bool raw = view_.itemsize == 1 && std::strchr("Bbc", *format) != nullptr;
-    if (*format == '\0' || format[1] != '\0' || !(raw || *format == codec.format)) {
-      throw py::type_error(name_ + " has the buffer format '" +
-                           (view_.format == nullptr ? "" : view_.format) + "'; " + codec.name +
-                           " takes raw bytes ('B', 'b', 'c') or '" + codec.format + "'");
-    }
+    require_format({&codec.format, 1}, codec.name);
     // The bytes of more numbers than memory holds may wrap around to these.
     if (count > PTRDIFF_MAX / sizeof(float) || size() != codec.bytes_of(count)) {
       throw py::value_error(name_ + " holds " + std::to_string(size()) + " bytes; " +
@@ -116,7 +134,42 @@ class Bytes {
     }
   }
 
+  // As require_count, for rows that are each encoded by themselves.
+  void require_rows(const CodecTraits& codec, std::size_t num_rows, std::size_t dim) const {
+    require_format({&codec.format, 1}, codec.name);
+    require_size(num_rows * codec.bytes_of(dim));
+  }
+
+  void require_size(std::size_t expected) const {
+    if (size() == expected) return;
+    throw py::value_error(name_ + " holds " + std::to_string(size()) + " bytes; expected " +
+                          std::to_string(expected) + ", so many a row");
+  }
+
+  // Whole numbers, which an array has in one of these formats.
+  template <class Number>
+  Packed<Number> numbers(const char* formats, const char* type) const {
+    require_format(formats, type);
+    if (size() % sizeof(Number) != 0) {
+      throw py::value_error(name_ + " holds " + std::to_string(size()) + " bytes; expected " +
+                            std::to_string(sizeof(Number)) + " for each " + type);
+    }
+    return {data(), size() / sizeof(Number)};
+  }
+
  private:
+  void require_format(std::string_view formats, const char* type) const {
+    const char* format = view_.format == nullptr ? "B" : view_.format;
+    if (*format == '@' || *format == '=' || *format == '<') ++format;
+    const bool raw = view_.itemsize == 1 && std::strchr("Bbc", *format) != nullptr;
+    const bool known = *format != '\0' && formats.find(*format) != formats.npos;
+    if (*format == '\0' || format[1] != '\0' || !(raw || known)) {
+      throw py::type_error(name_ + " has the buffer format '" +
+                           (view_.format == nullptr ? "" : view_.format) + "'; " + type +
+                           " takes raw bytes ('B', 'b', 'c') or '" + formats[0] + "'");
+    }
+  }
+
   std::string name_;
   Py_buffer view_ = {};
 };
@@ -185,7 +238,8 @@ class Floats {
 // buffer may be a new bytes object, which has no other reader yet. Held until destruction.
 class ReplyPlace {
  public:
-  ReplyPlace(py::handle reply, std::size_t count) {
+  // For `num_rows` times as many numbers where rows are each encoded by themselves.
+  ReplyPlace(py::handle reply, std::size_t count, std::size_t num_rows = 1) {
     if (reply.is_none()) return;
     if (!py::isinstance<py::tuple>(reply) || PyTuple_GET_SIZE(reply.ptr()) != 3) {
       throw py::type_error("reply is of type " + type_name(reply) +
@@ -196,13 +250,14 @@ class ReplyPlace {
     codec_ = codec.codec;
     const auto offset = to_number<std::int64_t>(reply_[1], "reply", "offset");
     open(reply_[0]);
-    const std::size_t size = codec.bytes_of(count);
+    const std::size_t size = num_rows * codec.bytes_of(count);
     const std::size_t held = buffer_size_;
     if (offset < 0 || static_cast<std::uint64_t>(offset) > held ||
         size > held - static_cast<std::size_t>(offset)) {
       throw py::value_error("reply holds " + std::to_string(held) + " bytes; " +
-                            std::to_string(count) + " values of " + codec.name + " take " +
-                            std::to_string(size) + " from byte " + std::to_string(offset) + " on");
+                            std::to_string(num_rows * count) + " values of " + codec.name +
+                            " take " + std::to_string(size) + " from byte " +
+                            std::to_string(offset) + " on");
     }
     encoded_ = buffer_ + offset;
   }

@@ -8,7 +8,6 @@
 #include <cmath>
 #include <deque>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -89,13 +88,6 @@ class WrittenArrays {
   std::vector<float*> pointers_;
 };
 
-std::vector<std::string> names_in(const char* list) {
-  std::vector<std::string> names;
-  std::istringstream words(list);
-  for (std::string name; std::getline(words >> std::ws, name, ',');) names.push_back(name);
-  return names;
-}
-
 std::size_t index_of(const std::string& rule_name) {
   const Kernels& table = kernels();
   for (std::size_t i = 0; i < table.num_rules; ++i) {
@@ -134,7 +126,7 @@ class ShardKernel {
     const std::size_t count = end - start;
     const GradientList gradients(gradient_list, count);
     const ReplyPlace place(reply, count);
-    const std::vector<float> values = values_of(numbers);
+    const std::vector<float> values = to_float32s(numbers, numbers_, rule());
     const std::vector<float*> arrays = arrays_.pointers(start);
     const GilReleased without_gil(count * gradients.size());
     return rule().update(arrays.data(), gradients.view(guarded), place.view(), count,
@@ -154,19 +146,6 @@ class ShardKernel {
  private:
   // Of the instruction set in use, which tests switch.
   const Rule& rule() const { return kernels().rules[rule_index_]; }
-
-  std::vector<float> values_of(const py::tuple& numbers) const {
-    if (numbers.size() != numbers_.size()) {
-      throw py::value_error(std::to_string(numbers.size()) + " numbers; " + rule().name +
-                            " takes " + rule().numbers);
-    }
-    std::vector<float> values(numbers_.size());
-    for (std::size_t i = 0; i < values.size(); ++i) {
-      const char* name = numbers_[i].c_str();
-      values[i] = to_float32(to_number<double>(numbers[i], rule().name, name), name);
-    }
-    return values;
-  }
 
   std::size_t rule_index_;
   std::vector<std::string> numbers_;

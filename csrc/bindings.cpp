@@ -189,6 +189,7 @@ PYBIND11_MODULE(_kernels, module) {
   module.def("select", &pyps::select_isa, arg("name"));
 
   pyps::bind_rules(module);
+  pyps::bind_tables(module);
   pyps::bind_vectors(module);
   module.def("first_non_finite", &pyps::first_non_finite, arg("gradient"), arg("codec"),
              arg("count"));

@@ -66,6 +66,101 @@ class ShardKernel:
     def write(self, reply: Reply) -> None:
         """Write the encoded parameters into the reply."""
 
+# Of some rows: int64 ids that ascend, then as in Gradients, but each row encoded by itself. Nobody may write to them
+# meanwhile. Ids may also be raw bytes.
+TableParts = Sequence[tuple[Buffer, Buffer, int, float]]
+
+class Table:
+    """Rows of numbers by their ids. A row comes to be at its first update, and is its initial value before.
+
+    Initial values are a function of seed, id and column, so a table is a function of its updates, to the bit. Any
+    thread may call anything; readers see whole rows beside a writer. MemoryError and ValueError change nothing.
+    """
+
+    # The names of the formula's numbers, in its order.
+    numbers: list[str]
+
+    def __init__(
+        self,
+        dim: int,
+        rule: str,
+        codec: int,
+        slots: Mapping[str, float],
+        *,
+        seed: int = 0,
+        scale: float = 0.0,
+        norm_max: float = 0.0,
+        min_count: int = 1,
+        ttl: int = 0,
+        capacity: int = 0,
+        bytes_max: int = 0,
+    ) -> None:
+        """Make an empty table.
+
+        Args:
+            dim: Numbers of a row, 1 to 1024.
+            rule: A rule of shards, or "rowwise_adagrad", which has one accumulator a row.
+            codec: How rows are held: FLOAT32 or BFLOAT16. The latter are rounded at random after each update, as seed,
+                id, version and column have it. Slots are float32.
+            slots: The first value of each.
+            seed, scale: Initial values are uniform in [-scale, scale).
+            norm_max: A row of a larger Euclidean norm is scaled down to it after its update; 0 for none.
+            min_count: The update of its own with which an id becomes a row. Before, it is a candidate, and its
+                gradients are dropped.
+            ttl: Rows and candidates without an update for more versions than that are dropped as the next update
+                begins; 0 for none.
+            capacity: A new row beyond so many replaces the least recently updated one; 0 for none.
+            bytes_max: Of all memory of the table; 0 for none.
+        """
+
+    def update(self, parts: TableParts, numbers: tuple[float, ...], version: int) -> None:
+        """Apply the rule to each row with the weighted sum of its gradients, under a version above the last.
+
+        MemoryError where that would take more than `bytes_max`.
+        """
+
+    def lookup(self, ids: Buffer, reply: Reply) -> int:
+        """Write the rows of ids in any order, each encoded by itself; return how many are more than initial."""
+
+    def dump(
+        self, after_version: int, cursor: int, rows_max: int, candidates: bool = False
+    ) -> tuple[
+        npt.NDArray[np.int64],
+        npt.NDArray[np.uint64],
+        npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32],
+        npt.NDArray[np.float32],
+        int,
+    ]:
+        """Return ids, versions, parameters and slots of the rows updated after a version, the oldest first; a cursor.
+
+        The cursor is 0 for the first rows, then the one returned before, which is 0 again where there are no more.
+        ValueError where the table was changed in between. Of candidates the parameters are their counts, and there are
+        no slots.
+        """
+
+    def load(
+        self,
+        ids: Buffer,
+        versions: Buffer,
+        parameters: Buffer,
+        slots: Buffer,
+        version: int,
+        candidates: bool = False,
+    ) -> None:
+        """Add what was dumped as the most recent rows, then drop what is too old at a version, that of the dump.
+
+        Versions ascend, and are not below those that are there. Rows are loaded before candidates.
+        """
+
+    def clear(self) -> None:
+        """Drop all, and give back the memory."""
+
+    def stats(self) -> dict[str, int]:
+        """Return rows, candidates, bytes, and version; and counts since the table is empty.
+
+        Ids "admitted" as rows, gradients "dropped" before, rows "evicted" for others, rows and candidates "expired".
+        """
+
 def first_non_finite(gradient: Buffer, codec: int, count: int) -> int:
     """Return the index of the first NaN or infinity among `count` numbers, -1 when there is none."""
 

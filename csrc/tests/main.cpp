@@ -6,10 +6,12 @@
 void test_kernels();
 void test_framing();
 void test_codings();
+void test_tables();
 
 int main() {
   test_kernels();
   test_framing();
   test_codings();
+  test_tables();
   std::puts("native tests passed");
 }

@@ -1,0 +1,220 @@
+// The tables' part of the module pyps._kernels.
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "binding_arguments.h"
+#include "bindings.h"
+#include "isa.h"
+#include "table.h"
+
+namespace pyps {
+namespace {
+
+// A list of (ids, payload, codec, factor). Held until destruction.
+class PartList {
+ public:
+  PartList(const py::sequence& list, std::size_t dim) {
+    if (list.size() == 0) {
+      throw py::value_error("parts is empty; expected at least one (ids, payload, codec, factor)");
+    }
+    for (const py::handle item : list) add(item, dim);
+  }
+
+  std::span<const TablePart> view() const { return parts_; }
+  std::size_t num_rows() const {
+    std::size_t num = 0;
+    for (const TablePart& part : parts_) num += part.ids.count;
+    return num;
+  }
+
+ private:
+  void add(py::handle item, std::size_t dim) {
+    const std::string name = "parts[" + std::to_string(parts_.size()) + "]";
+    if (!py::isinstance<py::tuple>(item) || PyTuple_GET_SIZE(item.ptr()) != 4) {
+      throw py::type_error(name + " is of type " + type_name(item) +
+                           "; expected a tuple (ids, payload, codec, factor)");
+    }
+    const auto part = [&](int index) { return py::handle(PyTuple_GET_ITEM(item.ptr(), index)); };
+    const Ids ids =
+        held_.emplace_back(part(0), name + "'s ids").numbers<std::int64_t>("ql", "int64");
+    const CodecTraits& codec = to_codec(to_number<int>(part(2), name, "codec"));
+    const double factor = to_number<double>(part(3), name, "factor");
+    const Bytes& payload = held_.emplace_back(part(1), name + "'s payload");
+    payload.require_rows(codec, ids.count, dim);
+    parts_.push_back(
+        {ids, payload.data(), codec, to_float32(factor, (name + "'s factor").c_str())});
+  }
+
+  std::deque<Bytes> held_;
+  std::vector<TablePart> parts_;
+};
+
+class BoundTable {
+ public:
+  explicit BoundTable(const TableSettings& settings)
+      : table_(settings), numbers_(names_in(table_.rule().numbers)) {}
+
+  const std::vector<std::string>& numbers() const { return numbers_; }
+
+  void update(const py::sequence& parts, const py::tuple& numbers, std::uint64_t version) {
+    const PartList list(parts, dim());
+    const std::vector<float> values = to_float32s(numbers, numbers_, table_.rule());
+    const GilReleased without_gil(list.num_rows() * dim());
+    table_.update(list.view(), values.data(), version);
+  }
+
+  std::size_t lookup(py::handle ids, py::handle reply) const {
+    const Bytes held(ids, "ids");
+    const Ids wanted = held.numbers<std::int64_t>("ql", "int64");
+    const ReplyPlace place(reply, dim(), wanted.count);
+    if (place.view().encoded == nullptr) {
+      throw py::type_error("reply is None; expected a tuple (buffer, offset, codec)");
+    }
+    const CodecTraits& codec = to_codec(static_cast<int>(place.view().codec));
+    const GilReleased without_gil(wanted.count * dim());
+    return table_.lookup(wanted, static_cast<unsigned char*>(place.view().encoded), codec);
+  }
+
+  py::tuple dump(std::uint64_t after_version, std::uint64_t cursor, std::size_t num_max,
+                 bool candidates) const {
+    const Table::Kind kind = candidates ? Table::Kind::candidate : Table::Kind::row;
+    const TableStats stats = table_.stats();
+    num_max = std::min(num_max, candidates ? stats.candidates : stats.rows);
+    const auto [size, slots_size] = table_.layout(kind);
+    const bool narrow = table_.settings().codec != Codec::float32;
+    const py::dtype dtype(candidates ? "u4" : narrow ? "u2" : "f4");
+    const auto num = static_cast<py::ssize_t>(num_max);
+    const auto item = static_cast<std::size_t>(dtype.itemsize());
+    py::array_t<std::int64_t> ids(num);
+    py::array_t<std::uint64_t> versions(num);
+    py::array parameters(dtype, std::vector{num_max, size / item});
+    py::array_t<float> slots(std::vector{num_max, slots_size / sizeof(float)});
+    const Table::Columns columns = {
+        .ids = ids.mutable_data(),
+        .versions = versions.mutable_data(),
+        .parameters = static_cast<unsigned char*>(parameters.mutable_data()),
+        .slots = reinterpret_cast<unsigned char*>(slots.mutable_data()),
+    };
+    std::size_t written = 0;
+    {
+      const GilReleased without_gil(num_max * size);
+      written = table_.dump(kind, after_version, &cursor, num_max, columns);
+    }
+    const py::slice all(0, static_cast<py::ssize_t>(written), 1);
+    return py::make_tuple(ids[all], versions[all], parameters[all], slots[all], cursor);
+  }
+
+  void load(py::handle ids, py::handle versions, py::handle parameters, py::handle slots,
+            std::uint64_t version, bool candidates) {
+    const Table::Kind kind = candidates ? Table::Kind::candidate : Table::Kind::row;
+    const auto [size, slots_size] = table_.layout(kind);
+    const Bytes held[] = {
+        {ids, "ids"}, {versions, "versions"}, {parameters, "parameters"}, {slots, "slots"}};
+    const auto loaded = held[0].numbers<std::int64_t>("ql", "int64");
+    const auto updated = held[1].numbers<std::uint64_t>("QL", "uint64");
+    held[1].require_size(loaded.count * sizeof(std::uint64_t));
+    held[2].require_size(loaded.count * size);
+    held[3].require_size(loaded.count * slots_size);
+    const GilReleased without_gil(loaded.count * dim());
+    table_.load(kind, loaded, updated, held[2].data(), held[3].data(), version);
+  }
+
+  void clear() { table_.clear(); }
+
+  py::dict stats() const {
+    const TableStats stats = table_.stats();
+    py::dict named;
+    named["rows"] = stats.rows;
+    named["candidates"] = stats.candidates;
+    named["bytes"] = stats.bytes;
+    named["admitted"] = stats.admitted;
+    named["dropped"] = stats.dropped;
+    named["evicted"] = stats.evicted;
+    named["expired"] = stats.expired;
+    named["version"] = stats.version;
+    return named;
+  }
+
+ private:
+  std::size_t dim() const { return table_.settings().dim; }
+
+  Table table_;
+  std::vector<std::string> numbers_;
+};
+
+const Rule& to_rule(const std::string& name) {
+  const Kernels& table = kernels();
+  if (const Rule* rule = find_rule(table, name); rule != nullptr) return *rule;
+  std::string known;
+  for (std::size_t i = 0; i < table.num_rules; ++i) known.append(table.rules[i].name).append(", ");
+  for (std::size_t i = 0; i < table.rows.num_rules; ++i) known += table.rows.rules[i].name;
+  throw py::value_error("rule is '" + name + "'; expected one of: " + known);
+}
+
+float to_positive(double value, const char* name) {
+  if (value >= 0) return to_float32(value, name);
+  throw py::value_error(std::string(name) + " is " + std::to_string(value) +
+                        "; expected at least 0");
+}
+
+std::unique_ptr<BoundTable> new_table(std::size_t dim, const std::string& rule, int codec,
+                                      const py::dict& slots, std::uint64_t seed, double scale,
+                                      double norm_max, std::uint32_t min_count, std::uint64_t ttl,
+                                      std::size_t capacity, std::size_t bytes_max) {
+  if (dim < 1 || dim > dim_max) {
+    throw py::value_error("dim is " + std::to_string(dim) + "; expected 1 to 1024");
+  }
+  TableSettings settings;
+  settings.dim = dim;
+  settings.rule = rule;
+  settings.codec = to_codec(codec).codec;
+  if (settings.codec != Codec::float32 && settings.codec != Codec::bfloat16) {
+    throw py::value_error("codec is " + std::to_string(codec) +
+                          "; rows are float32 (1) or bfloat16 (3)");
+  }
+  const char* names = to_rule(rule).slots;
+  for (const std::string& name : names_in(names)) {
+    if (!slots.contains(name.c_str())) {
+      throw py::value_error(name + " is missing; the rule takes " + names);
+    }
+    const double first = to_number<double>(slots[name.c_str()], rule, name.c_str());
+    settings.first_slots.push_back(to_float32(first, name.c_str()));
+  }
+  settings.seed = seed;
+  settings.scale = to_positive(scale, "scale");
+  settings.norm_max = to_positive(norm_max, "norm_max");
+  settings.min_count = min_count;
+  settings.ttl = ttl;
+  settings.capacity = capacity;
+  settings.bytes_max = bytes_max;
+  return std::make_unique<BoundTable>(settings);
+}
+
+}  // namespace
+
+void bind_tables(py::module_& module) {
+  using py::arg;
+  const arg ids("ids"), versions("versions"), version("version");
+  const py::arg_v candidates("candidates", false);
+  py::class_<BoundTable>(module, "Table")
+      .def(py::init(&new_table), arg("dim"), arg("rule"), arg("codec"), arg("slots"), py::kw_only(),
+           arg("seed") = 0, arg("scale") = 0.0, arg("norm_max") = 0.0, arg("min_count") = 1,
+           arg("ttl") = 0, arg("capacity") = 0, arg("bytes_max") = 0)
+      .def_property_readonly("numbers", &BoundTable::numbers)
+      .def("update", &BoundTable::update, arg("parts"), arg("numbers"), version)
+      .def("lookup", &BoundTable::lookup, ids, arg("reply"))
+      .def("dump", &BoundTable::dump, arg("after_version"), arg("cursor"), arg("rows_max"),
+           candidates)
+      .def("load", &BoundTable::load, ids, versions, arg("parameters"), arg("slots"), version,
+           candidates)
+      .def("clear", &BoundTable::clear)
+      .def("stats", &BoundTable::stats);
+}
+
+}  // namespace pyps
