@@ -113,14 +113,20 @@ class BoundTable {
   void load(py::handle ids, py::handle versions, py::handle parameters, py::handle slots,
             std::uint64_t version, bool candidates) {
     const Table::Kind kind = candidates ? Table::Kind::candidate : Table::Kind::row;
-    const auto [size, slots_size] = table_.layout(kind);
+    const Table::Layout& layout = table_.layout(kind);
     const Bytes held[] = {
         {ids, "ids"}, {versions, "versions"}, {parameters, "parameters"}, {slots, "slots"}};
     const auto loaded = held[0].numbers<std::int64_t>("ql", "int64");
     const auto updated = held[1].numbers<std::uint64_t>("QL", "uint64");
     held[1].require_size(loaded.count * sizeof(std::uint64_t));
-    held[2].require_size(loaded.count * size);
-    held[3].require_size(loaded.count * slots_size);
+    if (candidates) {
+      held[2].numbers<std::uint32_t>("I", "uint32");
+      held[2].require_size(loaded.count * layout.parameters_size);
+    } else {
+      held[2].require_rows(to_codec(static_cast<int>(table_.settings().codec)), loaded.count,
+                           dim());
+    }
+    held[3].require_rows(to_codec(1), loaded.count, layout.slots_size / sizeof(float));
     const GilReleased without_gil(loaded.count * dim());
     table_.load(kind, loaded, updated, held[2].data(), held[3].data(), version);
   }
@@ -128,17 +134,12 @@ class BoundTable {
   void clear() { table_.clear(); }
 
   py::dict stats() const {
+    using py::arg;
     const TableStats stats = table_.stats();
-    py::dict named;
-    named["rows"] = stats.rows;
-    named["candidates"] = stats.candidates;
-    named["bytes"] = stats.bytes;
-    named["admitted"] = stats.admitted;
-    named["dropped"] = stats.dropped;
-    named["evicted"] = stats.evicted;
-    named["expired"] = stats.expired;
-    named["version"] = stats.version;
-    return named;
+    return py::dict(arg("rows") = stats.rows, arg("candidates") = stats.candidates,
+                    arg("bytes") = stats.bytes, arg("admitted") = stats.admitted,
+                    arg("dropped") = stats.dropped, arg("evicted") = stats.evicted,
+                    arg("expired") = stats.expired, arg("version") = stats.version);
   }
 
  private:
@@ -170,30 +171,31 @@ std::unique_ptr<BoundTable> new_table(std::size_t dim, const std::string& rule, 
   if (dim < 1 || dim > dim_max) {
     throw py::value_error("dim is " + std::to_string(dim) + "; expected 1 to 1024");
   }
-  TableSettings settings;
-  settings.dim = dim;
-  settings.rule = rule;
-  settings.codec = to_codec(codec).codec;
-  if (settings.codec != Codec::float32 && settings.codec != Codec::bfloat16) {
+  const Codec held_as = to_codec(codec).codec;
+  if (held_as != Codec::float32 && held_as != Codec::bfloat16) {
     throw py::value_error("codec is " + std::to_string(codec) +
                           "; rows are float32 (1) or bfloat16 (3)");
   }
   const char* names = to_rule(rule).slots;
+  std::vector<float> first_slots;
   for (const std::string& name : names_in(names)) {
     if (!slots.contains(name.c_str())) {
       throw py::value_error(name + " is missing; the rule takes " + names);
     }
     const double first = to_number<double>(slots[name.c_str()], rule, name.c_str());
-    settings.first_slots.push_back(to_float32(first, name.c_str()));
+    first_slots.push_back(to_float32(first, name.c_str()));
   }
-  settings.seed = seed;
-  settings.scale = to_positive(scale, "scale");
-  settings.norm_max = to_positive(norm_max, "norm_max");
-  settings.min_count = min_count;
-  settings.ttl = ttl;
-  settings.capacity = capacity;
-  settings.bytes_max = bytes_max;
-  return std::make_unique<BoundTable>(settings);
+  return std::make_unique<BoundTable>(TableSettings{.dim = dim,
+                                                    .rule = rule,
+                                                    .codec = held_as,
+                                                    .first_slots = std::move(first_slots),
+                                                    .seed = seed,
+                                                    .scale = to_positive(scale, "scale"),
+                                                    .norm_max = to_positive(norm_max, "norm_max"),
+                                                    .min_count = min_count,
+                                                    .ttl = ttl,
+                                                    .capacity = capacity,
+                                                    .bytes_max = bytes_max});
 }
 
 }  // namespace

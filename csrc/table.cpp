@@ -205,6 +205,7 @@ void Table::load(Kind kind, Ids ids, Versions versions, const unsigned char* par
     }
     added += store.find(ids[i]) == RowStore::none;
   }
+  version = std::max(version, counts_.version);
   make_room(sizes_with({is_row ? added : 0, is_row ? 0 : added}, counts_.version));
   for_each_piece(ids, [&](std::span<const std::int64_t> piece, std::size_t start) {
     const auto lock = writing();
@@ -224,7 +225,7 @@ void Table::load(Kind kind, Ids ids, Versions versions, const unsigned char* par
   });
   expire(version);
   const auto lock = writing();
-  counts_.version = std::max(counts_.version, version);
+  counts_.version = version;
 }
 
 void Table::clear() {

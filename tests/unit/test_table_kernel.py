@@ -399,6 +399,7 @@ def test_what_does_not_fit_is_refused():
             ValueError,
             "slots holds 32 bytes; expected 8, so many a",
         ),
+        (lambda: table.load(ids, np.uint64([4, 4]), np.zeros((2, 4), np.int32), p[:8], 9), TypeError, "parameters has"),
         (lambda: new_table(0), ValueError, "dim is 0; expected 1 to 1024$"),
         (lambda: new_table(1025), ValueError, "dim is 1025; expected 1 to 1024$"),
         (lambda: new_table(codec=FLOAT16), ValueError, r"codec is 2; rows are float32 \(1\) or bfloat16 \(3\)$"),
