@@ -16,6 +16,17 @@ const Rule* find_in(const Rules& rules, const std::string& name) {
   return nullptr;
 }
 
+class TableFull : public std::bad_alloc {
+ public:
+  TableFull(std::size_t held, std::size_t needed, std::size_t allowed)
+      : message_("the table holds " + std::to_string(held) + " bytes and needs " +
+                 std::to_string(needed) + "; it may hold " + std::to_string(allowed)) {}
+  const char* what() const noexcept override { return message_.c_str(); }
+
+ private:
+  std::string message_;
+};
+
 // Calls body(ids, start) for pieces of the ids.
 template <class Body>
 void for_each_piece(Ids ids, Body body) {
@@ -33,10 +44,6 @@ const Rule* find_rule(const Kernels& table, const std::string& name) {
   const Rule* rule = find_in(table, name);
   return rule != nullptr ? rule : find_in(table.rows, name);
 }
-
-TableFull::TableFull(std::size_t held, std::size_t needed, std::size_t allowed)
-    : message_("the table holds " + std::to_string(held) + " bytes and needs " +
-               std::to_string(needed) + "; it may hold " + std::to_string(allowed)) {}
 
 // The ids of all parts, each once, in ascending order; gradients from starts[i] on are those of
 // ids[i], in the order of the parts.

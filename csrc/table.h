@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <cstring>
 #include <mutex>
-#include <new>
 #include <shared_mutex>
 #include <span>
 #include <string>
@@ -65,22 +64,12 @@ struct TableStats {
   std::uint64_t admitted, dropped, evicted, expired, version;
 };
 
-// More memory would be needed than is allowed; nothing was changed.
-class TableFull : public std::bad_alloc {
- public:
-  TableFull(std::size_t held, std::size_t needed, std::size_t allowed);
-  const char* what() const noexcept override { return message_.c_str(); }
-
- private:
-  std::string message_;
-};
-
 // The rule of this name, a shard's or one of rows alone; null where there is none.
 const Rule* find_rule(const Kernels& table, const std::string& name);
 
 // Any thread may call anything: writers wait for each other, and hold up readers for a few rows at
-// a time, so that these see whole rows. Bad arguments are std::invalid_argument; what is refused
-// changes nothing.
+// a time, so that these see whole rows. Bad arguments are std::invalid_argument, and more memory
+// than is allowed is std::bad_alloc; what is refused changes nothing.
 class Table {
  public:
   // The rule must be known.
