@@ -69,6 +69,15 @@ class BoundTable {
     table_.update(list.view(), values.data(), version);
   }
 
+  std::size_t bytes_with(const py::sequence& lists, std::uint64_t version) {
+    std::deque<Bytes> held;
+    std::vector<Ids> ids;
+    for (const py::handle list : lists) {
+      ids.push_back(held.emplace_back(list, "ids").numbers<std::int64_t>("ql", "int64"));
+    }
+    return table_.bytes_with(ids, version);
+  }
+
   std::size_t lookup(py::handle ids, py::handle reply) const {
     const Bytes held(ids, "ids");
     const Ids wanted = held.numbers<std::int64_t>("ql", "int64");
@@ -210,6 +219,7 @@ void bind_tables(py::module_& module) {
            arg("ttl") = 0, arg("capacity") = 0, arg("bytes_max") = 0)
       .def_property_readonly("numbers", &BoundTable::numbers)
       .def("update", &BoundTable::update, arg("parts"), arg("numbers"), version)
+      .def("bytes_with", &BoundTable::bytes_with, arg("ids"), version)
       .def("lookup", &BoundTable::lookup, ids, arg("reply"))
       .def("dump", &BoundTable::dump, arg("after_version"), arg("cursor"), arg("rows_max"),
            candidates)

@@ -134,6 +134,18 @@ void Table::update(std::span<const TablePart> parts, const float* numbers, std::
   counts_.version = version;
 }
 
+std::size_t Table::bytes_with(std::span<const Ids> lists, std::uint64_t version) {
+  std::vector<TablePart> parts;
+  // Of gradients nothing is read.
+  for (const Ids& ids : lists) parts.push_back({ids, ids.first, all_codecs()[0], 0.0f});
+  const Merged merged(parts, settings_.dim);
+  const std::lock_guard writer(writer_);
+  const std::size_t num = merged.ids.size();
+  const Sizes most = sizes_with({num, settings_.min_count > 1 ? num : 0}, version);
+  if (rows_.has_room(most.rows) && candidates_.has_room(most.candidates)) return bytes();
+  return std::max(bytes(), bytes_for(sizes_with(added_by(merged, version), version)));
+}
+
 std::size_t Table::lookup(Ids ids, unsigned char* encoded, const CodecTraits& codec) const {
   const Kernels& table = kernels();
   const std::size_t dim = settings_.dim, stride = codec.bytes_of(dim);
@@ -314,9 +326,12 @@ Table::Sizes Table::sizes_with(Sizes added, std::uint64_t version) const {
   return sizes;
 }
 
+std::size_t Table::bytes_for(Sizes sizes) const {
+  return sizeof *this + rows_.bytes_for(sizes.rows) + candidates_.bytes_for(sizes.candidates);
+}
+
 void Table::make_room(Sizes sizes) {
-  const std::size_t needed =
-      sizeof *this + rows_.bytes_for(sizes.rows) + candidates_.bytes_for(sizes.candidates);
+  const std::size_t needed = bytes_for(sizes);
   const std::size_t allowed = settings_.bytes_max != 0 ? settings_.bytes_max : SIZE_MAX;
   if (needed > allowed) throw TableFull(bytes(), needed, allowed);
   RowStore::Growth rows = rows_.grow(sizes.rows, allowed - needed);

@@ -93,6 +93,10 @@ class Table {
   // Applies the weighted sum of the parts that have it to each row, under a version above the last.
   void update(std::span<const TablePart> parts, const float* numbers, std::uint64_t version);
 
+  // The bytes of the table after an update of these ids, which ascend in each list; as many as now
+  // where there is room for all.
+  std::size_t bytes_with(std::span<const Ids> lists, std::uint64_t version);
+
   // Writes rows, each encoded by itself; returns how many of them are more than initial.
   std::size_t lookup(Ids ids, unsigned char* encoded, const CodecTraits& codec) const;
 
@@ -129,6 +133,7 @@ class Table {
   void expire(std::uint64_t version);
   Sizes added_by(const Merged& merged, std::uint64_t version) const;
   Sizes sizes_with(Sizes added, std::uint64_t version) const;
+  std::size_t bytes_for(Sizes sizes) const;
   void make_room(Sizes sizes);
   std::size_t bytes() const { return sizeof *this + rows_.bytes() + candidates_.bytes(); }
 

@@ -119,6 +119,9 @@ class Table:
         MemoryError where that would take more than `bytes_max`.
         """
 
+    def bytes_with(self, ids: Sequence[Buffer], version: int) -> int:
+        """Return the table's bytes after an update of these ids, which ascend in each list."""
+
     def lookup(self, ids: Buffer, reply: Reply) -> int:
         """Write the rows of ids in any order, each encoded by itself; return how many are more than initial."""
 

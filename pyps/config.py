@@ -136,6 +136,7 @@ class ServerConfig:
     max_vector_bytes: int = setting(
         4 * 2**30, "Bytes of a coordinator's vectors and of staged gradients.", minimum=2**10, maximum=10**15
     )
+    max_table_bytes: int = setting(8 * 2**30, "Bytes of all tables of rows.", minimum=2**20, maximum=10**15)
     heartbeat_seconds: float = setting(5.0, "How often workers send a heartbeat.", minimum=0.05)
     lease_seconds: float = setting(30.0, "Silence after which a worker is lost.", minimum=0.1)
     stop_after: str = setting("", "Finish the run after updates=N, examples=N or seconds=N.")

@@ -18,7 +18,7 @@ from client_support import CuttingProxy
 from pyps_client import lease
 from pyps_client.transport.tcp import TcpLane
 from pyps_wire.parameter_server_pb2 import LaneOffer
-from support import PythonProcess, ServerProcess, ServerThread
+from support import PythonProcess, ServerProcess, ServerThread, Start, inspect
 
 # A busy machine must not fail a property by its clock. CI tries the same cases each time; elsewhere they are others.
 settings.register_profile("pyps", deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI")))
@@ -108,3 +108,36 @@ def proxies(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, CuttingProxy]
 def nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads of a lost replica end by themselves: the process, which is pytest's, is not to be ended for them."""
     monkeypatch.setattr(lease, "GRACE_SECONDS", 3600.0)
+
+
+class Crashing:
+    """A server that loses, when it crashes, what it had not saved: its later checkpoints are removed."""
+
+    def __init__(self, start: Start, folder: Path, *flags: str):
+        self._start, self._flags = start, flags
+        self._folder, self._folder_flag = folder, ("--checkpoint-dir", str(folder))
+        self._saved: set[Path] = set()
+        self.server: ServerThread = start(*self._folder_flag, *flags)
+
+    def save(self) -> None:
+        inspect(self.server.control, "SaveCheckpoint")
+        self._saved = set(self._folder.glob("checkpoint-*.json"))
+
+    def crash(self, *flags: str) -> None:
+        """Crash and come back, with other flags if they are given."""
+        self.server.stop()
+        for checkpoint in set(self._folder.glob("checkpoint-*.json")) - self._saved:
+            checkpoint.unlink()
+        port = self.server.data.rpartition(":")[2]
+        self.server = self._start(*self._folder_flag, *(flags or self._flags), "--resume", "--port", port)
+
+
+@pytest.fixture
+def crashing(start_server: Start, tmp_path: Path) -> Iterator[Callable[..., Crashing]]:
+    made: list[Crashing] = []
+
+    def make(*flags: str) -> Crashing:
+        made.append(Crashing(start_server, tmp_path / f"server-{len(made)}", *flags))
+        return made[-1]
+
+    yield make

@@ -37,12 +37,13 @@ from pyps_wire.errors import (
 )
 
 if TYPE_CHECKING:
-    from pyps_client.torch import LocalTraining, RemoteOptimizer, SandblasterResult, sandblaster
+    from pyps_client.torch import Embedding, LocalTraining, RemoteOptimizer, SandblasterResult, sandblaster
 
 __all__ = [
     "Client",
     "ConfigurationError",
     "ConnectionFailed",
+    "Embedding",
     "ForkedClient",
     "InvalidArgument",
     "Launch",
@@ -76,7 +77,7 @@ __all__ = [
     "sandblaster",
 ]
 
-_NEEDS_TORCH = ("LocalTraining", "RemoteOptimizer", "SandblasterResult", "sandblaster")
+_NEEDS_TORCH = ("Embedding", "LocalTraining", "RemoteOptimizer", "SandblasterResult", "sandblaster")
 
 
 def __getattr__(name: str) -> Any:

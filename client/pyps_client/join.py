@@ -143,7 +143,7 @@ class Handshake:
         return [
             index
             for index in range(whole.num_servers)
-            if index == 0 or own.of_server(index) or (leads and not whole.of_server(index))
+            if index == 0 or own.of_server(index) or (leads and (not whole.of_server(index) or whole.model.tables))
         ]
 
     def rejoin(self, connection: Connection, channel: GrpcChannel, timeout_seconds: float) -> HelloReply:

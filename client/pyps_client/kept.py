@@ -64,27 +64,29 @@ class KeptPushes:
     def __init__(
         self,
         connection: Connection,
-        held: Held,
-        *,
+        *helds: Held,
         sender: Sender,
         view: View,
         bytes_max: int,
         wait_seconds: float,
     ) -> None:
-        """`bytes_max`: of payloads. `wait_seconds`: for other workers, from one round to the next."""
+        """`helds`: of the model's shards, and of tables'. `bytes_max`: of payloads.
+
+        `wait_seconds`: for other workers, from one round to the next.
+        """
         # Whether the server wants pushes to be kept. Else only the one without an answer is sent again.
         self.wanted = False
         # The server's epoch up to which all was sent again.
         self.epoch = connection.epoch
         self._connection = connection
-        self._held = held
+        self._held_of = {shard_id: held for held in helds for shard_id in held.shards}
         self._sender = sender
         self._view = view
         self._bytes_max = bytes_max
         self._wait_seconds = wait_seconds
         self._lock = threading.RLock()
         # Guarded by _lock: by shard, in the order of their numbers.
-        self._pushes: dict[int, deque[KeptPush]] = {shard_id: deque() for shard_id in held.shards}
+        self._pushes: dict[int, deque[KeptPush]] = {shard_id: deque() for shard_id in self._held_of}
         self.num_bytes = 0
         # By shard, of its newest push.
         self._staleness: dict[int, int] = {}
@@ -225,7 +227,7 @@ class KeptPushes:
             self.num_bytes -= push.num_bytes
         elif receipt.min_version > 0:
             self._awaited[shard_id] = receipt.min_version
-            self._held.want(shard_id, receipt.min_version, epoch=epoch)
+            self._held_of[shard_id].want(shard_id, receipt.min_version, epoch=epoch)
         self._forget_durable(receipt, epoch=epoch)
 
     def _forget_durable(self, receipt: Receipt, *, epoch: int) -> None:

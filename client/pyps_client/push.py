@@ -180,6 +180,10 @@ class Pushes:
         self._templates: list[tuple[object, Template] | None] = [None] * len(connections)
         self._sequences = count(1)
 
+    def next_sequence(self) -> int:
+        """Return the number of the next push."""
+        return next(self._sequences)
+
     def outgoing(
         self,
         plan: Plan,

@@ -20,6 +20,7 @@ from pyps_client.pull import Holdings, IncomingPull, LeaseCall, LongPoll, Receiv
 from pyps_client.push import Plan, Pushes
 from pyps_client.replica.group import ALONE, Group, agreed, led, own_partition
 from pyps_client.run_state import Terms, View, warn_of_differences
+from pyps_client.tables import Tables
 from pyps_client.transport.connection import CALL_SECONDS, Connection, Operation, Servers
 from pyps_client.transport.grpc import GrpcChannel
 from pyps_client.transport.memory import Layout, Lent
@@ -110,6 +111,7 @@ class Worker:
         self._receivers: list[Receiver] = []
         self._closing = threading.Event()
         self._joined = False
+        self.tables: Tables | None = None
         # Whether all servers hold pushes whose scale follows; older software does not.
         self.holds_pushes = True
         self._lease = Lease(
@@ -150,6 +152,8 @@ class Worker:
         servers.keep(handshake.contacts)
         self.partition = partition = handshake.partition
         self._holdings = Holdings(partition)
+        whole = handshake.whole
+        assert whole is not None
         self._pushes = Pushes(
             self._holdings,
             sender=self.sender,
@@ -159,7 +163,24 @@ class Worker:
             kept=self._kept,
             peers=self._peers,
         )
-        self._sharing = Sharing(self.launch, partition, servers.connections, self.sender)
+        # None where the run has no tables of rows.
+        self.tables = (
+            Tables(
+                whole,
+                servers=servers,
+                sender=self.sender,
+                kept=self._kept,
+                next_sequence=self._pushes.next_sequence,
+                gradient_codec=self._codec if self._codec.dtype is not None else FLOAT32,
+                parameter_codec=self._pull_codec if self._pull_codec.dtype is not None else FLOAT32,
+                wait_seconds=self.launch.wait_seconds,
+            )
+            if whole.model.tables
+            else None
+        )
+        self._sharing = Sharing(
+            *(self.launch, partition, servers.connections, self.sender), keeps_lanes=self.tables is not None
+        )
         for connection, reply in zip(servers.connections, replies, strict=True):
             self._note_hello(connection, reply)
         warn_of_differences(replies, [connection.index for connection in servers.connections])
@@ -511,6 +532,7 @@ class Worker:
             connection.resend = self._kept[connection.index] = KeptPushes(
                 connection,
                 self._holdings.of_server[connection.index],
+                *([self.tables.held[connection.index]] if self.tables and connection.index in self.tables.held else []),
                 sender=self.sender,
                 view=self.view,
                 bytes_max=self.launch.resend_bytes_max // len(self._servers.connections),

@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pyps_wire/common.proto\x12\x07pyps.v1\"k\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05group\x18\x03 \x01(\r\x12\x13\n\x0bwhole_shape\x18\x04 \x03(\x03\x12\x0e\n\x06offset\x18\x05 \x03(\x03\x12\x0c\n\x04part\x18\x06 \x01(\r\"?\n\tModelSpec\x12$\n\x07tensors\x18\x01 \x03(\x0b\x32\x13.pyps.v1.TensorSpec\x12\x0c\n\x04name\x18\x02 \x01(\t\"\xb1\x01\n\rGroupSettings\x12\x44\n\x0fhyperparameters\x18\x01 \x03(\x0b\x32+.pyps.v1.GroupSettings.HyperparametersEntry\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.pyps.v1.PayloadKind\x1a\x36\n\x14HyperparametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"I\n\x11OptimizerSettings\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12&\n\x06groups\x18\x02 \x03(\x0b\x32\x16.pyps.v1.GroupSettings\"P\n\x06Sender\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x0e\n\x06secret\x18\x04 \x01(\x0c\"(\n\x06\x45xtent\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\x04\"\x8f\x01\n\x0cShardVersion\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x12\x12\x16\n\tnext_rate\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08\x65xamples\x18\x04 \x01(\x04\x12\x16\n\tfirst_crc\x18\x05 \x01(\x07H\x01\x88\x01\x01\x42\x0c\n\n_next_rateB\x0c\n\n_first_crc\"\xd4\x03\n\x07Receipt\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12!\n\x07outcome\x18\x03 \x01(\x0e\x32\x10.pyps.v1.Outcome\x12\x1f\n\x06reason\x18\x04 \x01(\x0e\x32\x0f.pyps.v1.Reason\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x11\n\tduplicate\x18\x06 \x01(\x08\x12\x16\n\x0eversion_before\x18\x07 \x01(\x12\x12\x15\n\rversion_after\x18\x08 \x01(\x12\x12\x11\n\tstaleness\x18\t \x01(\x12\x12\x0c\n\x04rate\x18\n \x01(\x01\x12\x12\n\nrate_scale\x18\x0b \x01(\x01\x12\x0e\n\x06weight\x18\x0c \x01(\x01\x12\x13\n\x0bnum_workers\x18\r \x01(\r\x12\r\n\x05\x65poch\x18\x0e \x01(\x04\x12\x13\n\x0bmin_version\x18\x0f \x01(\x12\x12\x16\n\x0e\x61sk_to_proceed\x18\x10 \x01(\x08\x12\x12\n\nbatch_size\x18\x11 \x01(\r\x12\x13\n\x0bwaiting_for\x18\x12 \x03(\t\x12\x17\n\x0f\x64urable_version\x18\x13 \x01(\x12\x12\x16\n\tnext_rate\x18\x14 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08\x65xamples\x18\x15 \x01(\x04\x42\x0c\n\n_next_rate\"s\n\x06Limits\x12\x19\n\x11message_bytes_max\x18\x01 \x01(\x04\x12\x1c\n\x14model_parameters_max\x18\x02 \x01(\x04\x12\x13\n\x0bworkers_max\x18\x03 \x01(\r\x12\x1b\n\x13in_flight_bytes_max\x18\x04 \x01(\x04*\xd4\x01\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\x11\n\rCODEC_FLOAT32\x10\x01\x12\x11\n\rCODEC_FLOAT16\x10\x02\x12\x12\n\x0e\x43ODEC_BFLOAT16\x10\x03\x12\x0e\n\nCODEC_INT8\x10\x04\x12\x0e\n\nCODEC_INT4\x10\x05\x12\x10\n\x0c\x43ODEC_ONEBIT\x10\x06\x12\x13\n\x0f\x43ODEC_THRESHOLD\x10\x07\x12\x0e\n\nCODEC_TOPK\x10\x08\x12\x12\n\x0e\x43ODEC_TOPK2BIT\x10\t\x12\x0f\n\x0b\x43ODEC_DELTA\x10\n*@\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_WORKER\x10\x01\x12\x11\n\rROLE_OBSERVER\x10\x02*\x91\x01\n\x0bPayloadKind\x12\x1c\n\x18PAYLOAD_KIND_UNSPECIFIED\x10\x00\x12\x19\n\x15PAYLOAD_KIND_GRADIENT\x10\x01\x12\x16\n\x12PAYLOAD_KIND_DELTA\x10\x02\x12\x18\n\x14PAYLOAD_KIND_NOTHING\x10\x03\x12\x17\n\x13PAYLOAD_KIND_BUFFER\x10\x04*\xb2\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fRUN_STATE_EMPTY\x10\x01\x12\x1a\n\x16RUN_STATE_INITIALIZING\x10\x02\x12\x13\n\x0fRUN_STATE_READY\x10\x03\x12\x16\n\x12RUN_STATE_FINISHED\x10\x04\x12\x16\n\x12RUN_STATE_DRAINING\x10\x05\x12\x15\n\x11RUN_STATE_STANDBY\x10\x06*\x8a\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x13\n\x0fOUTCOME_APPLIED\x10\x01\x12\x13\n\x0fOUTCOME_PENDING\x10\x02\x12\x14\n\x10OUTCOME_REJECTED\x10\x03\x12\x10\n\x0cOUTCOME_HELD\x10\x04\x12\x14\n\x10OUTCOME_NOT_HELD\x10\x05*\xaf\x01\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11REASON_NOT_FINITE\x10\x01\x12\x10\n\x0cREASON_STALE\x10\x02\x12\x10\n\x0cREASON_EPOCH\x10\x03\x12\x13\n\x0fREASON_FINISHED\x10\x04\x12\x14\n\x10REASON_FORGOTTEN\x10\x05\x12\x12\n\x0eREASON_DROPPED\x10\x06\x12\x13\n\x0fREASON_REPEATED\x10\x07\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pyps_wire/common.proto\x12\x07pyps.v1\"z\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05group\x18\x03 \x01(\r\x12\x13\n\x0bwhole_shape\x18\x04 \x03(\x03\x12\x0e\n\x06offset\x18\x05 \x03(\x03\x12\x0c\n\x04part\x18\x06 \x01(\r\x12\r\n\x05table\x18\x07 \x01(\t\"?\n\tModelSpec\x12$\n\x07tensors\x18\x01 \x03(\x0b\x32\x13.pyps.v1.TensorSpec\x12\x0c\n\x04name\x18\x02 \x01(\t\"\xb1\x01\n\rGroupSettings\x12\x44\n\x0fhyperparameters\x18\x01 \x03(\x0b\x32+.pyps.v1.GroupSettings.HyperparametersEntry\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.pyps.v1.PayloadKind\x1a\x36\n\x14HyperparametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"I\n\x11OptimizerSettings\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12&\n\x06groups\x18\x02 \x03(\x0b\x32\x16.pyps.v1.GroupSettings\"P\n\x06Sender\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x0e\n\x06secret\x18\x04 \x01(\x0c\"(\n\x06\x45xtent\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\x04\"\x8f\x01\n\x0cShardVersion\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x12\x12\x16\n\tnext_rate\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08\x65xamples\x18\x04 \x01(\x04\x12\x16\n\tfirst_crc\x18\x05 \x01(\x07H\x01\x88\x01\x01\x42\x0c\n\n_next_rateB\x0c\n\n_first_crc\"\xd4\x03\n\x07Receipt\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12!\n\x07outcome\x18\x03 \x01(\x0e\x32\x10.pyps.v1.Outcome\x12\x1f\n\x06reason\x18\x04 \x01(\x0e\x32\x0f.pyps.v1.Reason\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x11\n\tduplicate\x18\x06 \x01(\x08\x12\x16\n\x0eversion_before\x18\x07 \x01(\x12\x12\x15\n\rversion_after\x18\x08 \x01(\x12\x12\x11\n\tstaleness\x18\t \x01(\x12\x12\x0c\n\x04rate\x18\n \x01(\x01\x12\x12\n\nrate_scale\x18\x0b \x01(\x01\x12\x0e\n\x06weight\x18\x0c \x01(\x01\x12\x13\n\x0bnum_workers\x18\r \x01(\r\x12\r\n\x05\x65poch\x18\x0e \x01(\x04\x12\x13\n\x0bmin_version\x18\x0f \x01(\x12\x12\x16\n\x0e\x61sk_to_proceed\x18\x10 \x01(\x08\x12\x12\n\nbatch_size\x18\x11 \x01(\r\x12\x13\n\x0bwaiting_for\x18\x12 \x03(\t\x12\x17\n\x0f\x64urable_version\x18\x13 \x01(\x12\x12\x16\n\tnext_rate\x18\x14 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08\x65xamples\x18\x15 \x01(\x04\x42\x0c\n\n_next_rate\"s\n\x06Limits\x12\x19\n\x11message_bytes_max\x18\x01 \x01(\x04\x12\x1c\n\x14model_parameters_max\x18\x02 \x01(\x04\x12\x13\n\x0bworkers_max\x18\x03 \x01(\r\x12\x1b\n\x13in_flight_bytes_max\x18\x04 \x01(\x04*\xd4\x01\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\x11\n\rCODEC_FLOAT32\x10\x01\x12\x11\n\rCODEC_FLOAT16\x10\x02\x12\x12\n\x0e\x43ODEC_BFLOAT16\x10\x03\x12\x0e\n\nCODEC_INT8\x10\x04\x12\x0e\n\nCODEC_INT4\x10\x05\x12\x10\n\x0c\x43ODEC_ONEBIT\x10\x06\x12\x13\n\x0f\x43ODEC_THRESHOLD\x10\x07\x12\x0e\n\nCODEC_TOPK\x10\x08\x12\x12\n\x0e\x43ODEC_TOPK2BIT\x10\t\x12\x0f\n\x0b\x43ODEC_DELTA\x10\n*@\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_WORKER\x10\x01\x12\x11\n\rROLE_OBSERVER\x10\x02*\x91\x01\n\x0bPayloadKind\x12\x1c\n\x18PAYLOAD_KIND_UNSPECIFIED\x10\x00\x12\x19\n\x15PAYLOAD_KIND_GRADIENT\x10\x01\x12\x16\n\x12PAYLOAD_KIND_DELTA\x10\x02\x12\x18\n\x14PAYLOAD_KIND_NOTHING\x10\x03\x12\x17\n\x13PAYLOAD_KIND_BUFFER\x10\x04*\xb2\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fRUN_STATE_EMPTY\x10\x01\x12\x1a\n\x16RUN_STATE_INITIALIZING\x10\x02\x12\x13\n\x0fRUN_STATE_READY\x10\x03\x12\x16\n\x12RUN_STATE_FINISHED\x10\x04\x12\x16\n\x12RUN_STATE_DRAINING\x10\x05\x12\x15\n\x11RUN_STATE_STANDBY\x10\x06*\x8a\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x13\n\x0fOUTCOME_APPLIED\x10\x01\x12\x13\n\x0fOUTCOME_PENDING\x10\x02\x12\x14\n\x10OUTCOME_REJECTED\x10\x03\x12\x10\n\x0cOUTCOME_HELD\x10\x04\x12\x14\n\x10OUTCOME_NOT_HELD\x10\x05*\xaf\x01\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11REASON_NOT_FINITE\x10\x01\x12\x10\n\x0cREASON_STALE\x10\x02\x12\x10\n\x0cREASON_EPOCH\x10\x03\x12\x13\n\x0fREASON_FINISHED\x10\x04\x12\x14\n\x10REASON_FORGOTTEN\x10\x05\x12\x12\n\x0eREASON_DROPPED\x10\x06\x12\x13\n\x0fREASON_REPEATED\x10\x07\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -23,36 +23,36 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
   _globals['_GROUPSETTINGS_HYPERPARAMETERSENTRY']._options = None
   _globals['_GROUPSETTINGS_HYPERPARAMETERSENTRY']._serialized_options = b'8\001'
-  _globals['_CODEC']._serialized_start=1323
-  _globals['_CODEC']._serialized_end=1535
-  _globals['_ROLE']._serialized_start=1537
-  _globals['_ROLE']._serialized_end=1601
-  _globals['_PAYLOADKIND']._serialized_start=1604
-  _globals['_PAYLOADKIND']._serialized_end=1749
-  _globals['_RUNSTATE']._serialized_start=1752
-  _globals['_RUNSTATE']._serialized_end=1930
-  _globals['_OUTCOME']._serialized_start=1933
-  _globals['_OUTCOME']._serialized_end=2071
-  _globals['_REASON']._serialized_start=2074
-  _globals['_REASON']._serialized_end=2249
+  _globals['_CODEC']._serialized_start=1338
+  _globals['_CODEC']._serialized_end=1550
+  _globals['_ROLE']._serialized_start=1552
+  _globals['_ROLE']._serialized_end=1616
+  _globals['_PAYLOADKIND']._serialized_start=1619
+  _globals['_PAYLOADKIND']._serialized_end=1764
+  _globals['_RUNSTATE']._serialized_start=1767
+  _globals['_RUNSTATE']._serialized_end=1945
+  _globals['_OUTCOME']._serialized_start=1948
+  _globals['_OUTCOME']._serialized_end=2086
+  _globals['_REASON']._serialized_start=2089
+  _globals['_REASON']._serialized_end=2264
   _globals['_TENSORSPEC']._serialized_start=35
-  _globals['_TENSORSPEC']._serialized_end=142
-  _globals['_MODELSPEC']._serialized_start=144
-  _globals['_MODELSPEC']._serialized_end=207
-  _globals['_GROUPSETTINGS']._serialized_start=210
-  _globals['_GROUPSETTINGS']._serialized_end=387
-  _globals['_GROUPSETTINGS_HYPERPARAMETERSENTRY']._serialized_start=333
-  _globals['_GROUPSETTINGS_HYPERPARAMETERSENTRY']._serialized_end=387
-  _globals['_OPTIMIZERSETTINGS']._serialized_start=389
-  _globals['_OPTIMIZERSETTINGS']._serialized_end=462
-  _globals['_SENDER']._serialized_start=464
-  _globals['_SENDER']._serialized_end=544
-  _globals['_EXTENT']._serialized_start=546
-  _globals['_EXTENT']._serialized_end=586
-  _globals['_SHARDVERSION']._serialized_start=589
-  _globals['_SHARDVERSION']._serialized_end=732
-  _globals['_RECEIPT']._serialized_start=735
-  _globals['_RECEIPT']._serialized_end=1203
-  _globals['_LIMITS']._serialized_start=1205
-  _globals['_LIMITS']._serialized_end=1320
+  _globals['_TENSORSPEC']._serialized_end=157
+  _globals['_MODELSPEC']._serialized_start=159
+  _globals['_MODELSPEC']._serialized_end=222
+  _globals['_GROUPSETTINGS']._serialized_start=225
+  _globals['_GROUPSETTINGS']._serialized_end=402
+  _globals['_GROUPSETTINGS_HYPERPARAMETERSENTRY']._serialized_start=348
+  _globals['_GROUPSETTINGS_HYPERPARAMETERSENTRY']._serialized_end=402
+  _globals['_OPTIMIZERSETTINGS']._serialized_start=404
+  _globals['_OPTIMIZERSETTINGS']._serialized_end=477
+  _globals['_SENDER']._serialized_start=479
+  _globals['_SENDER']._serialized_end=559
+  _globals['_EXTENT']._serialized_start=561
+  _globals['_EXTENT']._serialized_end=601
+  _globals['_SHARDVERSION']._serialized_start=604
+  _globals['_SHARDVERSION']._serialized_end=747
+  _globals['_RECEIPT']._serialized_start=750
+  _globals['_RECEIPT']._serialized_end=1218
+  _globals['_LIMITS']._serialized_start=1220
+  _globals['_LIMITS']._serialized_end=1335
 # @@protoc_insertion_point(module_scope)

@@ -105,20 +105,22 @@ REASON_DROPPED: Reason
 REASON_REPEATED: Reason
 
 class TensorSpec(_message.Message):
-    __slots__ = ("name", "shape", "group", "whole_shape", "offset", "part")
+    __slots__ = ("name", "shape", "group", "whole_shape", "offset", "part", "table")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     WHOLE_SHAPE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
     name: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     group: int
     whole_shape: _containers.RepeatedScalarFieldContainer[int]
     offset: _containers.RepeatedScalarFieldContainer[int]
     part: int
-    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., group: _Optional[int] = ..., whole_shape: _Optional[_Iterable[int]] = ..., offset: _Optional[_Iterable[int]] = ..., part: _Optional[int] = ...) -> None: ...
+    table: str
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., group: _Optional[int] = ..., whole_shape: _Optional[_Iterable[int]] = ..., offset: _Optional[_Iterable[int]] = ..., part: _Optional[int] = ..., table: _Optional[str] = ...) -> None: ...
 
 class ModelSpec(_message.Message):
     __slots__ = ("tensors", "name")

@@ -156,8 +156,32 @@ class ListShardsRequest(_message.Message):
     without_checksums: bool
     def __init__(self, without_checksums: bool = ...) -> None: ...
 
+class TableInfo(_message.Message):
+    __slots__ = ("name", "rows", "candidates", "bytes", "admitted", "dropped", "evicted", "expired", "lookups", "hits")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    rows: int
+    candidates: int
+    bytes: int
+    admitted: int
+    dropped: int
+    evicted: int
+    expired: int
+    lookups: int
+    hits: int
+    def __init__(self, name: _Optional[str] = ..., rows: _Optional[int] = ..., candidates: _Optional[int] = ..., bytes: _Optional[int] = ..., admitted: _Optional[int] = ..., dropped: _Optional[int] = ..., evicted: _Optional[int] = ..., expired: _Optional[int] = ..., lookups: _Optional[int] = ..., hits: _Optional[int] = ...) -> None: ...
+
 class ShardInfo(_message.Message):
-    __slots__ = ("shard_id", "group", "offset", "num_parameters", "version", "checksum", "bytes", "tally", "pending_gradients", "pending_bytes", "waiting_for", "learning_rate", "examples", "part", "num_workers", "standby")
+    __slots__ = ("shard_id", "group", "offset", "num_parameters", "version", "checksum", "bytes", "tally", "pending_gradients", "pending_bytes", "waiting_for", "learning_rate", "examples", "part", "num_workers", "standby", "table")
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +198,7 @@ class ShardInfo(_message.Message):
     PART_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
     shard_id: int
     group: int
     offset: int
@@ -190,7 +215,8 @@ class ShardInfo(_message.Message):
     part: int
     num_workers: int
     standby: str
-    def __init__(self, shard_id: _Optional[int] = ..., group: _Optional[int] = ..., offset: _Optional[int] = ..., num_parameters: _Optional[int] = ..., version: _Optional[int] = ..., checksum: _Optional[str] = ..., bytes: _Optional[int] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., pending_gradients: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., waiting_for: _Optional[_Iterable[str]] = ..., learning_rate: _Optional[float] = ..., examples: _Optional[int] = ..., part: _Optional[int] = ..., num_workers: _Optional[int] = ..., standby: _Optional[str] = ...) -> None: ...
+    table: TableInfo
+    def __init__(self, shard_id: _Optional[int] = ..., group: _Optional[int] = ..., offset: _Optional[int] = ..., num_parameters: _Optional[int] = ..., version: _Optional[int] = ..., checksum: _Optional[str] = ..., bytes: _Optional[int] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., pending_gradients: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., waiting_for: _Optional[_Iterable[str]] = ..., learning_rate: _Optional[float] = ..., examples: _Optional[int] = ..., part: _Optional[int] = ..., num_workers: _Optional[int] = ..., standby: _Optional[str] = ..., table: _Optional[_Union[TableInfo, _Mapping]] = ...) -> None: ...
 
 class ListShardsReply(_message.Message):
     __slots__ = ("shards",)

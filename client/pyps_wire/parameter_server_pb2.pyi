@@ -183,7 +183,7 @@ class InitializeReply(_message.Message):
     def __init__(self, state: _Optional[_Union[_common_pb2.RunState, str]] = ..., epoch: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.ShardVersion, _Mapping]]] = ...) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("sender", "sequence", "shard_id", "base_version", "newest_base_version", "epoch", "codec", "kind", "extents", "example_count", "minibatch_count", "clock", "learning_rate", "momentum", "provisional", "gradient_norm", "num_shards", "reply_codec", "held_version", "scale_follows", "num_held", "gradient_scale", "resent_staleness", "data_position", "payload")
+    __slots__ = ("sender", "sequence", "shard_id", "base_version", "newest_base_version", "epoch", "codec", "kind", "extents", "example_count", "minibatch_count", "clock", "learning_rate", "momentum", "provisional", "gradient_norm", "num_shards", "reply_codec", "held_version", "scale_follows", "num_held", "gradient_scale", "resent_staleness", "data_position", "num_rows", "payload")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
@@ -208,6 +208,7 @@ class PushRequest(_message.Message):
     GRADIENT_SCALE_FIELD_NUMBER: _ClassVar[int]
     RESENT_STALENESS_FIELD_NUMBER: _ClassVar[int]
     DATA_POSITION_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     sender: _common_pb2.Sender
     sequence: int
@@ -233,20 +234,23 @@ class PushRequest(_message.Message):
     gradient_scale: float
     resent_staleness: int
     data_position: bytes
+    num_rows: int
     payload: bytes
-    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., sequence: _Optional[int] = ..., shard_id: _Optional[int] = ..., base_version: _Optional[int] = ..., newest_base_version: _Optional[int] = ..., epoch: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., kind: _Optional[_Union[_common_pb2.PayloadKind, str]] = ..., extents: _Optional[_Iterable[_Union[_common_pb2.Extent, _Mapping]]] = ..., example_count: _Optional[int] = ..., minibatch_count: _Optional[int] = ..., clock: _Optional[int] = ..., learning_rate: _Optional[float] = ..., momentum: _Optional[float] = ..., provisional: bool = ..., gradient_norm: _Optional[float] = ..., num_shards: _Optional[int] = ..., reply_codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., held_version: _Optional[int] = ..., scale_follows: bool = ..., num_held: _Optional[int] = ..., gradient_scale: _Optional[float] = ..., resent_staleness: _Optional[int] = ..., data_position: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., sequence: _Optional[int] = ..., shard_id: _Optional[int] = ..., base_version: _Optional[int] = ..., newest_base_version: _Optional[int] = ..., epoch: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., kind: _Optional[_Union[_common_pb2.PayloadKind, str]] = ..., extents: _Optional[_Iterable[_Union[_common_pb2.Extent, _Mapping]]] = ..., example_count: _Optional[int] = ..., minibatch_count: _Optional[int] = ..., clock: _Optional[int] = ..., learning_rate: _Optional[float] = ..., momentum: _Optional[float] = ..., provisional: bool = ..., gradient_norm: _Optional[float] = ..., num_shards: _Optional[int] = ..., reply_codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., held_version: _Optional[int] = ..., scale_follows: bool = ..., num_held: _Optional[int] = ..., gradient_scale: _Optional[float] = ..., resent_staleness: _Optional[int] = ..., data_position: _Optional[bytes] = ..., num_rows: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("sender", "role", "epoch", "codec", "wants", "wait_milliseconds", "portion")
     class Want(_message.Message):
-        __slots__ = ("shard_id", "held_version", "min_version")
+        __slots__ = ("shard_id", "held_version", "min_version", "ids")
         SHARD_ID_FIELD_NUMBER: _ClassVar[int]
         HELD_VERSION_FIELD_NUMBER: _ClassVar[int]
         MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+        IDS_FIELD_NUMBER: _ClassVar[int]
         shard_id: int
         held_version: int
         min_version: int
-        def __init__(self, shard_id: _Optional[int] = ..., held_version: _Optional[int] = ..., min_version: _Optional[int] = ...) -> None: ...
+        ids: bytes
+        def __init__(self, shard_id: _Optional[int] = ..., held_version: _Optional[int] = ..., min_version: _Optional[int] = ..., ids: _Optional[bytes] = ...) -> None: ...
     SENDER_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]

@@ -52,6 +52,9 @@ class Tensor:
     offset: tuple[int, ...] = ()
     # Its part of the model, under model parallelism.
     part: int = 0
+    # Of a table of rows: its settings, "rowwise_adagrad:learning_rate=0.05". Its shape is (shards, numbers in a row),
+    # and rows belong to shards by their ids.
+    table: str = ""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -65,6 +68,8 @@ class Tensor:
             raise InvalidArgument(f"tensor {self.name!r} is of part {self.part}; parts are 0 to {PARTS_MAX - 1}")
         if self.whole_shape or self.offset:
             check_block(self.name, self.shape, self.whole_shape, self.offset)
+        if self.table and (len(self.shape) != 2 or not all(self.shape) or self.whole_shape):
+            raise InvalidArgument(f"table {self.name!r} has shape {self.shape}; expected (shards, numbers in a row)")
 
     @property
     def size(self) -> int:
@@ -88,6 +93,7 @@ class Model:
         keys: set[tuple[str, tuple[int, ...]]] = set()
         whole: dict[str, bool] = {}
         group = part = -1
+        table = False
         for tensor in self.tensors:
             key, is_whole = (tensor.name, tensor.offset), not tensor.whole_shape
             if key in keys or whole.setdefault(tensor.name, is_whole) != is_whole:
@@ -102,8 +108,13 @@ class Model:
                     f"tensor {tensor.name!r} is of part {tensor.part}, its group {group} of part {part}; a group's "
                     "tensors are all of one part"
                 )
+            if table and (tensor.group == group or not tensor.table):
+                raise InvalidArgument(
+                    f"tensor {tensor.name!r} of group {tensor.group} follows a table; tables come last, each in a "
+                    "group of its own"
+                )
             keys.add(key)
-            group, part = tensor.group, tensor.part
+            group, part, table = tensor.group, tensor.part, bool(tensor.table)
         if self.num_parameters == 0:
             raise InvalidArgument("the model holds no parameters; give it at least one tensor that is not empty")
 
@@ -126,6 +137,16 @@ class Model:
     @property
     def num_groups(self) -> int:
         return len(self.group_sizes)
+
+    @cached_property
+    def tables(self) -> dict[int, Tensor]:
+        """The tables by their group; the groups before them are vectors."""
+        return {tensor.group: tensor for tensor in self.tensors if tensor.table}
+
+    @property
+    def num_vectors(self) -> int:
+        """The number of groups that are no tables."""
+        return self.num_groups - len(self.tables)
 
     @cached_property
     def group_parts(self) -> tuple[int, ...]:
@@ -169,6 +190,7 @@ class Model:
                 Tensor(
                     *(t.name, tuple(t.shape[sizes]), t.group, tuple(t.whole_shape[sizes]), tuple(t.offset[sizes])),
                     part=t.part,
+                    table=t.table,
                 )
                 for t in spec.tensors
             ),
@@ -228,13 +250,14 @@ class Partition:
         shards: list[ShardRange] = []
         left = iter(lengths)
         for group, size in enumerate(model.group_sizes):
-            offset = 0
+            offset, row = 0, model.tables[group].shape[1] if group in model.tables else 0
             while offset < size:
                 length = next(left, 0)
-                if not 0 < length <= size - offset or (length % ALIGNMENT and length < size - offset):
+                fits = length == row if row else not length % ALIGNMENT or length == size - offset
+                if not (0 < length <= size - offset and fits):
                     raise InvalidArgument(
                         f"shard {len(shards)} has {length} parameters, and {size - offset} are left of group {group}: "
-                        f"slice each group without a rest, at multiples of {ALIGNMENT}"
+                        f"slice each group without a rest, at multiples of {ALIGNMENT}, a table by its rows"
                     )
                 shards.append(ShardRange(len(shards), group, offset, length))
                 offset += length
@@ -279,6 +302,14 @@ class Partition:
         shards = tuple(replace(s, group=groups[s.group]) for s in self.shards if s.group in groups)
         return Partition(Model(tensors, self.model.shard_size), shards, self.servers, self.num_servers)
 
+    def without_tables(self) -> Partition:
+        """Return the shards and tensors that are no table's, under the same numbers."""
+        if not self.model.tables:
+            return self
+        tensors = tuple(tensor for tensor in self.model.tensors if not tensor.table)
+        shards = tuple(shard for shard in self.shards if shard.group not in self.model.tables)
+        return Partition(Model(tensors, self.model.shard_size, self.model.name), shards, self.servers, self.num_servers)
+
     def of_server(self, server_index: int) -> tuple[ShardRange, ...]:
         """Return a server's shards in order: none if there are fewer shards than servers."""
         if not 0 <= server_index < self.num_servers:
@@ -293,7 +324,10 @@ class Partition:
     @cached_property
     def fingerprint(self) -> str:
         """A digest of the model and its slices, not of the placement."""
-        tensors = [[t.name, t.shape, t.group, t.whole_shape, t.offset, t.part] for t in self.model.tensors]
+        tensors = [
+            [t.name, t.shape, t.group, t.whole_shape, t.offset, t.part, *([t.table] if t.table else [])]
+            for t in self.model.tensors
+        ]
         text = json.dumps(["pyps slices 1", tensors, self.lengths])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -350,10 +384,13 @@ def partition(model: Model, *, num_servers: int) -> Partition:
 
 def place(model: Model, shards: Sequence[ShardRange], *, num_servers: int) -> tuple[int, ...]:
     """Return each shard's server; the shards may have been sliced for another number of servers."""
-    lengths = [shard.length for shard in shards]
+    lengths = [shard.length for shard in shards if shard.group not in model.tables]
     if model.num_parts > 1:
-        return tuple(_place_parts(lengths, [model.group_parts[shard.group] for shard in shards], num_servers))
-    return tuple(_place_whole(lengths, num_servers))
+        servers = _place_parts(lengths, [model.group_parts[shard.group] for shard in shards], num_servers)
+    else:
+        servers = _place_whole(lengths, num_servers)
+    # What a table's shards will hold is not known: they go around. Tables come last.
+    return (*servers, *(index % num_servers for index in range(len(shards) - len(servers))))
 
 
 def first_difference(
@@ -367,6 +404,8 @@ def first_difference(
             return f"tensor {index} is {_text(a)} in {mine_name}, but {_text(b)} in {theirs_name}"
         if a.shape != b.shape:
             return f"tensor {a.name!r} has shape {a.shape} in {mine_name}, but {b.shape} in {theirs_name}"
+        if a.table != b.table:
+            return f"table {a.name!r} is {a.table or 'none'} in {mine_name}, but {b.table or 'none'} in {theirs_name}"
         if (a.whole_shape, a.offset, a.part) != (b.whole_shape, b.offset, b.part):
             return f"tensor {a.name!r} is {_place(a)} in {mine_name}, but {_place(b)} in {theirs_name}"
         return f"tensor {a.name!r} is of group {a.group} in {mine_name}, but of group {b.group} in {theirs_name}"
@@ -499,7 +538,11 @@ def _slices(model: Model, num_servers: int) -> tuple[ShardRange, ...]:
     ranges = [
         (group, offset, length)
         for group, (size, count) in enumerate(zip(model.group_sizes, counts, strict=True))
-        for offset, length in _split(size, count)
+        for offset, length in (
+            [(start, model.tables[group].shape[1]) for start in range(0, size, model.tables[group].shape[1])]
+            if group in model.tables
+            else _split(size, count)
+        )
     ]
     return tuple(ShardRange(shard_id, *each) for shard_id, each in enumerate(ranges))
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from safetensors.numpy import save_file
 
 from pyps import logs
 from pyps.cli.control import DataServers, ObserverTokenFile, fail, observe
+from pyps.core.store import Rows
 from pyps.storage.checkpoint import CheckpointDamaged
 from pyps.storage.checkpoint_set import differing, newest_set
 from pyps.storage.folder import checkpoint_paths
@@ -30,6 +32,7 @@ from pyps.storage.replay import Replayed, log_paths
 from pyps.storage.replay import replay as replay_log
 from pyps_client.arrays import split_tensors
 from pyps_client.credentials import read_token
+from pyps_wire.codecs import BFLOAT16
 from pyps_wire.errors import PypsError
 
 log = logs.get("pyps.export")
@@ -93,12 +96,13 @@ def export(
 
 
 def from_checkpoints(folders: Sequence[Path]) -> Arrays:
-    """Return the model from the newest checkpoints of all its servers."""
+    """Return the model from the newest checkpoints of all its servers; of a table "name.ids" and "name.rows"."""
     own = newest_set(folders)
     if words := differing(own.checkpoints.values()):
         log.warning(words)
     plan = own.partition
-    vectors = [np.zeros(size, np.float32) for size in plan.model.group_sizes]
+    vectors = [np.zeros(size, np.float32) for size in plan.without_tables().model.group_sizes]
+    rows: defaultdict[str, list[Rows]] = defaultdict(list)
     for shard in plan.shards:
         try:
             state, _ = own.read_shard(shard.shard_id)
@@ -109,8 +113,25 @@ def from_checkpoints(folders: Sequence[Path]) -> Arrays:
                     f"{path} is damaged: {error}. Name an older one: --checkpoint {older[0]}"
                 ) from None
             raise
+        if state.rows is not None:
+            rows[plan.model.tables[shard.group].name].append(state.rows)
+            continue
         vectors[shard.group][shard.offset : shard.offset + shard.length] = state.parameters
-    return split_tensors(plan.model, vectors)
+    return split_tensors(plan.without_tables().model, vectors) | _tables(rows)
+
+
+def _tables(rows: Mapping[str, Sequence[Rows]]) -> dict[str, Any]:
+    """Return the ids and rows of each table, in float32, by ascending ids."""
+    tensors: dict[str, Any] = {}
+    for name, of_shards in rows.items():
+        ids = np.concatenate([each.ids for each in of_shards])
+        numbers = np.concatenate([each.parameters for each in of_shards])
+        if numbers.dtype != np.float32:
+            numbers = BFLOAT16.decode(numbers.data, numbers.size)
+        order = np.argsort(ids)
+        tensors[f"{name}.ids"] = ids[order]
+        tensors[f"{name}.rows"] = numbers.reshape(ids.size, -1)[order] if ids.size else numbers.reshape(0, 0)
+    return tensors
 
 
 def _write_whole(file: Path, tensors: Mapping[str, npt.NDArray[np.float32]], form: Form) -> None:

@@ -34,6 +34,8 @@ WATCH_SECONDS = 2.0
 PIPE_COLUMNS = 240
 # What is known of a server that serves no run yet.
 OF_A_STANDBY = ("data", "state", "run", "restored or reset", "version", "up for", "standby")
+# The counts of a table's shards that are added up.
+TABLE_COUNTS = ("rows", "bytes", "hits", "lookups", "candidates", "admitted", "dropped", "evicted", "expired")
 
 
 def status(
@@ -121,6 +123,8 @@ def _show(answers: Sequence[Answer], errors: Mapping[str, str], *, wide: bool, s
             console.print(table)
     if begun:
         console.print(_shards_table(answers, shards_shown, wide=wide))
+        if tables := _tables(answers):
+            console.print(_table("tables", tables, left=("table",)))
     elif not any(answer.status.state == common.RUN_STATE_STANDBY for answer in answers):
         data = ",".join(answer.status.data_address for answer in answers)
         console.print(Text(f"no run yet: a worker starts it (PYPS_SERVERS={data})"))
@@ -248,7 +252,9 @@ def _workers_table(answers: Sequence[Answer], *, wide: bool) -> Table:
 
 
 def _shards_table(answers: Sequence[Answer], shown: int | None, *, wide: bool) -> Table:
-    all_shards = [(answer.address, shard) for answer in answers for shard in answer.shards]
+    all_shards = [
+        (answer.address, shard) for answer in answers for shard in answer.shards if not shard.HasField("table")
+    ]
     in_parts = any(shard.part for _, shard in all_shards)
     rows = []
     for address, shard in all_shards[:shown]:
@@ -268,6 +274,28 @@ def _shards_table(answers: Sequence[Answer], shown: int | None, *, wide: bool) -
         rows.append(row)
     hidden = len(all_shards) - len(rows)
     return _table("shards", rows, left=("server",), caption=f"{hidden} more: --all shows them" if hidden else None)
+
+
+def _tables(answers: Sequence[Answer]) -> list[dict[str, object]]:
+    """Return a row a table: the sums of its shards."""
+    shards = [shard for answer in answers for shard in answer.shards if shard.HasField("table")]
+    rows: list[dict[str, object]] = []
+    for name in dict.fromkeys(shard.table.name for shard in shards):
+        own = [shard for shard in shards if shard.table.name == name]
+        total = {each: sum(getattr(shard.table, each) for shard in own) for each in TABLE_COUNTS}
+        rows.append(
+            {
+                "table": name,
+                "shards": len(own),
+                "row": own[0].num_parameters,
+                "version": max(shard.version for shard in own),
+                "rows": f"{total['rows']:,}",
+                "MiB": f"{total['bytes'] / 2**20:.1f}",
+                "hits": f"{total['hits'] / max(1, total['lookups']):.1%}",
+                **{each: f"{total[each]:,}" for each in TABLE_COUNTS[4:]},
+            }
+        )
+    return rows
 
 
 def _table(title: str, rows: Sequence[dict[str, object]], *, left: Sequence[str], caption: str | None = None) -> Table:

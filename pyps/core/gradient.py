@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from pyps import _kernels
 from pyps.core.arrays import Floats, aligned_zeros
@@ -31,6 +32,10 @@ class PayloadKind(IntEnum):
     NOTHING = 3
     # How far a buffer moved, which no rule scales.
     BUFFER = 4
+
+
+# An int64 in a payload.
+ID_BYTES = 8
 
 
 class Extent(NamedTuple):
@@ -76,6 +81,8 @@ class Gradient(NamedTuple):
     # Of a push that is sent again to a server that came back: how far its base version lies behind the shard's version,
     # or as far as there are versions. The other base versions are of an earlier epoch then.
     resent_staleness: int | None = None
+    # Of a push to a table: how many ids, of 8 bytes, ascending, stand in the payload in front of their rows' gradients.
+    num_rows: int = 0
 
     @property
     def schedules(self) -> bool:
@@ -97,8 +104,19 @@ class Gradient(NamedTuple):
         """Return the gradient with a copy of its payload, which may have changed since a scan."""
         return self._replace(payload=bytes(self.payload), volatile=False)
 
+    @property
+    def numbers(self) -> bytes | memoryview:
+        """The payload without ids."""
+        return memoryview(self.payload)[ID_BYTES * self.num_rows :] if self.num_rows else self.payload
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        return np.frombuffer(self.payload, "<i8", self.num_rows)
+
     def count(self, shard_length: int) -> int:
-        """Return how many numbers the payload holds."""
+        """Return how many numbers the payload holds; a table's length is that of a row."""
+        if self.num_rows:
+            return self.num_rows * shard_length
         return sum([length for _, length in self.extents]) if self.extents else shard_length
 
     def parameter_index(self, payload_index: int) -> int:
@@ -115,6 +133,8 @@ class Finding(NamedTuple):
 
     shard_id: int = -1
     parameter: int = -1
+    # Of a table: the row's id; `parameter` is the place in the row then.
+    row: int | None = None
 
     @property
     def finite(self) -> bool:
@@ -132,6 +152,8 @@ def scan(gradient: Gradient, *, shard_id: int, shard_length: int) -> Finding:
     require_fitting(gradient, shard_id=shard_id, shard_length=shard_length)
     if gradient.kind == PayloadKind.NOTHING:
         return FINITE
+    if gradient.num_rows:
+        return _scan_rows(gradient, shard_id, shard_length)
     count = gradient.count(shard_length) if gradient.extents else shard_length
     if gradient.codec in NATIVE:
         index = _kernels.first_non_finite(gradient.payload, gradient.codec, count)
@@ -142,6 +164,20 @@ def scan(gradient: Gradient, *, shard_id: int, shard_length: int) -> Finding:
             scaled = gradient.codec.decode(gradient.payload, count) * np.float32(gradient.scale)
         index = _kernels.first_non_finite(scaled.data, FLOAT32, count)
     return FINITE if index < 0 else Finding(shard_id, gradient.parameter_index(index))
+
+
+def _scan_rows(gradient: Gradient, shard_id: int, length: int) -> Finding:
+    ids = gradient.ids
+    descends = ids[1:] <= ids[:-1]
+    if descends.any():
+        at = int(descends.argmax())
+        raise _located(
+            InvalidArgument(f"id {ids[at + 1]} follows {ids[at]}; expected ids that ascend, each once"),
+            gradient,
+            shard_id,
+        )
+    index = _kernels.first_non_finite(gradient.numbers, gradient.codec, gradient.count(length))
+    return FINITE if index < 0 else Finding(shard_id, index % length, int(ids[index // length]))
 
 
 def first_of(findings: Iterable[Finding]) -> Finding:
@@ -204,7 +240,7 @@ def norm_of(gradient: Gradient, shard_length: int) -> float:
 
 
 def norm_of_payload(gradient: Gradient, shard_length: int) -> float:
-    numbers = gradient.codec.decode(gradient.payload, gradient.count(shard_length))
+    numbers = gradient.codec.decode(gradient.numbers, gradient.count(shard_length))
     # Squares of float32 fit a float64; summed pairwise in a fixed order, so that a replay gives the same bits.
     return gradient.scale * math.sqrt(float(np.add.reduce(np.square(numbers, dtype=np.float64))))
 
@@ -225,7 +261,9 @@ def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> 
         if gradient.kind == PayloadKind.NOTHING:
             if gradient.extents or len(gradient.payload):
                 raise InvalidArgument("a push of NOTHING came with a payload or extents; expected none")
-            return
+            return None
+        if gradient.num_rows:
+            return _require_rows(gradient, shard_length)
         count = shard_length
         if gradient.extents:
             _require_extents(gradient.extents, shard_length=shard_length)
@@ -235,6 +273,17 @@ def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> 
             gradient.codec.require_count(gradient.payload, count)
     except InvalidArgument as error:
         raise _located(error, gradient, shard_id) from None
+
+
+def _require_rows(gradient: Gradient, length: int) -> None:
+    codec, num_rows, held = gradient.codec, gradient.num_rows, memoryview(gradient.payload).nbytes
+    if gradient.extents or codec not in NATIVE or codec.dtype is None:
+        raise InvalidArgument(
+            f"rows came in {codec.name} with {len(gradient.extents)} extents; expected whole rows in "
+            "float32, float16 or bfloat16"
+        )
+    if held != (expected := ID_BYTES * num_rows + codec.max_bytes(num_rows * length)):
+        raise WrongSize(f"{num_rows} ids and rows of {length} numbers in {held} bytes; {codec.name} takes {expected}")
 
 
 def require_kind(gradient: Gradient, *, shard_id: int, kind: PayloadKind) -> None:

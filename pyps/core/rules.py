@@ -346,6 +346,18 @@ _ROWS = (
 # The rules that a run may be given.
 RULES: dict[str, UpdateRule] = {rule.name: rule for rule in _ROWS}
 
+# Of each row one sum: s += mean(g * g); theta -= alpha * g / (sqrt(s) + eps) (Mudigere et al. 2022, section 4.1.4).
+_ROWWISE_ADAGRAD = UpdateRule(
+    name="rowwise_adagrad",
+    settings={**RULES["adagrad"].settings, "eps": Hyperparameter(default=1e-8)},
+    slot_names=("accumulator",),
+    first_values={"accumulator": "initial_accumulator_value"},
+    adaptive=True,
+    derive=_adagrad,
+)
+# The rules that a table may be given.
+ROW_RULES = {rule.name: rule for rule in (SGD, RULES["adagrad"], _ROWWISE_ADAGRAD, RULES["adam"])}
+
 
 def find(name: str) -> UpdateRule:
     if name not in RULES:

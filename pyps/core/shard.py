@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock, RLock
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pyps.core import recorder as events
 from pyps.core import verdict
@@ -49,6 +49,10 @@ class Shard:
     A push passes these checks in order: its size (an error is raised), answered before, run finished, epoch, base
     version, finite numbers, protocol, staleness policy. Only a push that passes all changes parameters and slots.
     """
+
+    # Whether pushes hold ids and rows; see `TableShard`.
+    has_rows = False
+    _apply_update: ClassVar[Callable[..., int]] = staticmethod(apply_update)
 
     def __init__(
         self,
@@ -139,6 +143,8 @@ class Shard:
         # Without the lock, as a scan takes as long as an update. A volatile payload is checked again when applied.
         if finding is None:
             finding = scan(gradient, shard_id=self.shard_id, shard_length=self.length)
+        if (gradient.num_rows > 0) != self.has_rows and gradient.kind != PayloadKind.NOTHING:
+            raise InvalidArgument(f"shard {self.shard_id} takes {'ids and rows' if self.has_rows else 'no rows'}")
         if gradient.kind != self.kind:
             require_kind(gradient, shard_id=self.shard_id, kind=self.kind)
         if gradient.momentum is not None and not self.rule.momentum_name:
@@ -539,7 +545,7 @@ class Shard:
         """Make an update; return it, and how many numbers were left out because they were no longer finite."""
         # One gradient alone is sent by all.
         merge = self.behaviour.aggregation.at(self.version).merge if len(parts) > 1 else ""
-        left_out = apply_update(
+        left_out = self._apply_update(
             self._rule, parts, rate=rate, version=self.version, update_scale=update_scale, reply=reply, merge=merge
         )
         self.version += 1

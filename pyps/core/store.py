@@ -6,7 +6,10 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import Lock
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
@@ -34,6 +37,20 @@ class Pushed(NamedTuple):
     update: Update | None = None
 
 
+class Rows(NamedTuple):
+    """The rows of a table, and the ids that are none yet, each the one that was updated longest ago first."""
+
+    ids: npt.NDArray[np.int64]
+    # Of each row that of its last update.
+    versions: npt.NDArray[np.uint64]
+    # float32, or the bits of bfloat16.
+    parameters: npt.NDArray[Any]
+    slots: Floats
+    candidate_ids: npt.NDArray[np.int64]
+    candidate_versions: npt.NDArray[np.uint64]
+    candidate_counts: npt.NDArray[np.uint32]
+
+
 @dataclass(frozen=True, slots=True)
 class ShardState:
     """A copy of everything in a shard, taken at one version."""
@@ -50,6 +67,8 @@ class ShardState:
     learning_rate: float | None = None
     # The momentum; None where the rule has none.
     momentum: float | None = None
+    # A table's, which has no parameters and slots beside.
+    rows: Rows | None = None
 
 
 class Follower(Listener, Protocol):
@@ -67,6 +86,8 @@ class Store(Protocol):
     """
 
     shard_id: int
+    # Whether pushes hold ids and rows; see `TableShard`.
+    has_rows: bool
     # The life of the run that the versions belong to.
     epoch: int
     length: int

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from statistics import median_low
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,13 +37,20 @@ class Update(NamedTuple):
         return part.contribution.weighing.rate_scale * self.update_scale
 
 
+class SignedRule(Protocol):
+    """What the factors of gradients depend on; see `BoundRule`."""
+
+    sign: float
+    adaptive: bool
+
+
 def clipped(parts: Sequence[Part], length: int) -> tuple[Part, ...]:
     """Return the parts with each gradient's norm, in this shard, clipped to the median of all: of two, to the lesser.
 
     One worker whose gradients are far too large then moves the parameters no more than the others do.
     """
     norms = [_norm_of_part(part, length) for part in parts]
-    counted = [norm for norm, part in zip(norms, parts, strict=True) if _has_numbers(part)]
+    counted = [norm for norm, part in zip(norms, parts, strict=True) if has_numbers(part)]
     bound = median_low(counted) if counted else 0.0
     return tuple(
         part._replace(clip=bound / norm) if norm > bound else part for norm, part in zip(norms, parts, strict=True)
@@ -79,9 +86,9 @@ def apply_update(
             numbers = [(gradient.payload, gradient.codec, factor)]
             return rule.apply(numbers, rate=rate, version=version, reply=reply, guarded=gradient.volatile)
     left_out, whole = 0, False
-    parts = [part for part in parts if _has_numbers(part)]
+    parts = [part for part in parts if has_numbers(part)]
     if parts:
-        factors, step_scale = _factors(rule, parts, update_scale)
+        factors, step_scale = factors_of(rule, parts, update_scale)
         gradients = [part.contribution.gradient for part in parts]
         in_part, sparse = any(each.extents for each in gradients), any(each.codec.sparse for each in gradients)
         guarded = any(gradient.volatile for gradient in gradients)
@@ -107,15 +114,15 @@ def apply_update(
     return left_out
 
 
-def _has_numbers(part: Part) -> bool:
+def has_numbers(part: Part) -> bool:
     return part.contribution.gradient.kind != PayloadKind.NOTHING
 
 
 def _norm_of_part(part: Part, length: int) -> float:
-    return norm_of_payload(part.contribution.gradient, length) if _has_numbers(part) else 0.0
+    return norm_of_payload(part.contribution.gradient, length) if has_numbers(part) else 0.0
 
 
-def _factors(rule: BoundRule, parts: Sequence[Part], update_scale: float) -> tuple[list[float], float]:
+def factors_of(rule: SignedRule, parts: Sequence[Part], update_scale: float) -> tuple[list[float], float]:
     """Return the factor of each gradient, and that of the step.
 
     Staleness scales the gradients, so that a velocity holds them with their weights at arrival. An adaptive rule would

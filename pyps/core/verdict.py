@@ -98,9 +98,10 @@ def other_epoch(gradient: Gradient, *, shard_id: int, epoch: int) -> Refuse:
 
 def not_finite(finding: Finding, gradient: Gradient, *, shard_id: int) -> Refuse:
     """Refuse a push because this part of it, or another, holds NaN or infinity."""
+    row = "" if finding.row is None else f"row {finding.row}, "
     return Refuse(
         Reason.NOT_FINITE,
-        f"worker {gradient.worker_id!r} pushed NaN or infinity for parameter {finding.parameter} of shard"
+        f"worker {gradient.worker_id!r} pushed NaN or infinity for {row}parameter {finding.parameter} of shard"
         f" {finding.shard_id}; nothing of this gradient was applied to shard {shard_id}",
     )
 

@@ -59,6 +59,11 @@ class Content:
         """The largest version among the shards: updates of the run."""
         return max((shard.version for shard in self.shards.values()), default=0)
 
+    @cached_property
+    def vectors(self) -> list[Store]:
+        """The shards that are no table's."""
+        return [shard for shard in self.shards.values() if not shard.has_rows]
+
     @property
     def durable_version(self) -> int:
         """The newest version that checkpoints hold of every shard here; 0 for none."""

@@ -15,6 +15,7 @@ from pyps.core.bounds import Bounds
 from pyps.core.election import Claim
 from pyps.core.protocols.base import Aggregation
 from pyps.core.rule_settings import RuleSettings, settle
+from pyps.core.table import check_table
 from pyps_wire.codecs import INT8, Codec
 from pyps_wire.contract import PROTOCOL_VERSION
 from pyps_wire.errors import InvalidArgument, LimitExceeded, ModelMismatch, ProtocolMismatch, RunMismatch
@@ -295,9 +296,11 @@ def check_initialization(
         )
     check_name(model.name, what="the model's name")
     model.require_whole()
+    for table in model.tables.values():
+        check_table(table.name, table.shape[1], table.table)
     protocol.check_servers(num_servers)
     source = "the server's --optimizer"
-    settings = settle(configured, caller.optimizer, num_groups=model.num_groups, source=source)
+    settings = settle(configured, caller.optimizer, num_groups=model.num_vectors, source=source)
     Bounds.parse(config.bounds).require_settings(settings)
     if isinstance(caller, Greeting):
         check_codec(caller.gradient_codec, caller.worker_id, settings.rule, settings.groups)
@@ -311,7 +314,7 @@ def check_joining(greeting: Greeting, content: ReadyContent, *, holding: Holding
     if greeting.num_servers:
         check_model(greeting, mine=content.partition, server_index=content.server_index)
     if greeting.optimizer is not None:
-        num_groups = content.partition.model.num_groups
+        num_groups = content.partition.model.num_vectors
         settle(content.settings, greeting.optimizer, num_groups=num_groups, source=f"that of run {content.run_id!r}")
     if not greeting.observer:
         settings = content.settings
@@ -340,7 +343,7 @@ def check_restoring(header: RunHeader, *, run_id: str, configured: RuleSettings 
     settle(
         configured,
         header.optimizer,
-        num_groups=header.model.num_groups,
+        num_groups=header.model.num_vectors,
         source="--optimizer",
         requester="the checkpoint",
     )

@@ -6,17 +6,17 @@ parts in calls of their own, in parallel; the server is ready when all are there
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from typing import Any
 from zlib import crc32
 
 from pyps.core import rules
-from pyps.core.arrays import Floats
+from pyps.core.arrays import Floats, aligned_zeros
 from pyps.core.gradient import decoded
 from pyps.core.ledger import LIVES_MAX, Ledger, LedgerState
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import LoggedShard, Shard
 from pyps.core.store import ShardState
+from pyps.core.table import TableBudget, make_table
 from pyps.core.vectors.machine import VectorMachine
 from pyps.run.content import ReadyContent, listed
 from pyps.run.handshake import Opening
@@ -24,7 +24,7 @@ from pyps.run.rounds import RoundController
 from pyps.run_header import RunHeader
 from pyps_wire.codecs import Codec
 from pyps_wire.errors import InvalidArgument, Superseded, WrongSize
-from pyps_wire.partition import ShardRange, first_difference
+from pyps_wire.partition import Partition, ShardRange, first_difference
 
 # Lives whose receipts a shard remembers, for each worker that may be alive.
 LIVES_PER_WORKER = 4
@@ -74,7 +74,7 @@ class Initialization:
     def add(self, shard_id: int, codec: Codec, payload: memoryview) -> None:
         """Decode and keep one shard's parameters; a shard sent again replaces the first."""
         shard = self._expected.get(shard_id)
-        if shard is None:
+        if shard is None or shard.group in self.partition.model.tables:
             raise InvalidArgument(
                 f"shard {shard_id} does not belong on server {self.opening.server_index}, which holds "
                 f"{listed(self._expected)}"
@@ -100,7 +100,8 @@ class Initialization:
         Raises:
             InvalidArgument: A worker of one process left out shards, which the message names.
         """
-        missing = [shard_id for shard_id in self._expected if shard_id not in self._received]
+        tables = self.partition.model.tables
+        missing = [i for i, shard in self._expected.items() if i not in self._received and shard.group not in tables]
         if self._taken or (missing and self.opening.replica):
             return None
         if missing:
@@ -108,7 +109,10 @@ class Initialization:
                 f"the initialisation ended without {listed(missing)}: {len(self._received)} of "
                 f"{len(self._expected)} shards came; start it again from the first message"
             )
-        received, self._received, self._taken = self._received, {}, True
+        # A table begins without rows.
+        received = {i: aligned_zeros(0) for i, shard in self._expected.items() if shard.group in tables}
+        received |= self._received
+        self._received, self._taken = {}, True
         return {
             shard_id: ShardState(version=0, parameters=values, slots={}, ledger=LedgerState())
             for shard_id, values in received.items()
@@ -135,13 +139,15 @@ def make_content(
     first_crcs = {shard_id: crc32(state.parameters.data) for shard_id, state in states.items()}
     config, recorder = rounds.config, rounds.recorder
     lives_max = max(LIVES_MAX, LIVES_PER_WORKER * config.max_workers)
-    of_kind = Shard if recorder is None else partial(LoggedShard, recorder=recorder)
-    make = partial(of_kind, budget=rounds.pending, behaviour=rounds.behaviour, epoch=epoch)
+    options: dict[str, Any] = {"budget": rounds.pending, "behaviour": rounds.behaviour, "epoch": epoch}
+    options |= {} if recorder is None else {"recorder": recorder}
     shards = {}
     for place in run.partition.of_server(run.server_index):
         # A model is never held twice.
         state = states.pop(place.shard_id)
-        shards[place.shard_id] = make_shard(place, state, settings, lives_max=lives_max, make=make)
+        shards[place.shard_id] = make_shard(
+            *(run.partition, place, state, settings), lives_max=lives_max, tables=rounds.tables, **options
+        )
     return ReadyContent(
         run_id=run.run_id,
         epoch=epoch,
@@ -149,7 +155,11 @@ def make_content(
         server_index=run.server_index,
         partition=run.partition,
         shards=shards,
-        machine=VectorMachine(shards, bytes_max=config.max_vector_bytes, logged=recorder is not None),
+        machine=VectorMachine(
+            {shard_id: shard for shard_id, shard in shards.items() if not shard.has_rows},
+            bytes_max=config.max_vector_bytes,
+            logged=recorder is not None,
+        ),
         ready_at=now,
         initializer=run.claim if isinstance(run, Opening) else None,
         origin=origin,
@@ -158,26 +168,34 @@ def make_content(
 
 
 def make_shard(
+    partition: Partition,
     place: ShardRange,
     state: ShardState,
     settings: RuleSettings,
     *,
-    make: Callable[..., Shard],
     lives_max: int | None = None,
+    tables: TableBudget | None = None,
+    **options: Any,
 ) -> Shard:
     """Make the shard of that place, which owns the state's arrays then."""
-    return make(
+    options |= {
+        "version": state.version,
+        "ledger": Ledger(state.ledger, lives_max=lives_max),
+        "pending": state.pending,
+        "examples": state.examples,
+        "learning_rate": state.learning_rate,
+        "momentum": state.momentum,
+    }
+    if (table := partition.model.tables.get(place.group)) is not None:
+        options |= {"rows": state.rows, "tables": tables}
+        return make_table(place.shard_id, table.name, table.shape, table.table, offset=place.offset, **options)
+    return (LoggedShard if "recorder" in options else Shard)(
         place.shard_id,
         state.parameters,
         rule=rules.find(settings.rule),
         hyperparameters=settings.groups[place.group],
         kind=settings.kind(place.group),
-        version=state.version,
         slots=state.slots or None,
-        ledger=Ledger(state.ledger, lives_max=lives_max),
-        pending=state.pending,
-        examples=state.examples,
-        learning_rate=state.learning_rate,
-        momentum=state.momentum,
         take_over=True,
+        **options,
     )

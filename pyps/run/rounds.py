@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, ParamSpec, TypedDict, Unpack
+from typing import TYPE_CHECKING, ParamSpec, TypedDict, Unpack, cast
 
 from pyps.core import protocols, rules, schedule, staleness
 from pyps.core.behaviour import Behaviour
@@ -33,13 +33,15 @@ from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
 from pyps.core.schedule import Constant
 from pyps.core.store import PendingBudget, Pushed, Store
+from pyps.core.table import TableBudget, TableShard
 from pyps.core.update import Update
 from pyps.run.content import ReadyContent
 from pyps.run.handshake import check_codec
 from pyps.run.observers import Events
 from pyps.run.positions import Positions
 from pyps.statistics import Statistics
-from pyps_wire.errors import ScheduleOwned
+from pyps_wire.errors import InvalidArgument, ScheduleOwned
+from pyps_wire.rows import bucket_of
 
 if TYPE_CHECKING:
     from pyps.config import ServerConfig
@@ -92,6 +94,7 @@ class RoundController:
         # None for no bounds.
         self._bounds = Bounds.parse(config.bounds) if config.bounds else None
         self.pending = PendingBudget(config.max_pending_bytes)
+        self.tables = TableBudget(config.max_table_bytes)
         self.owner = ScheduleOwner()
         self.positions = Positions()
         self.steps = StepGate()
@@ -254,6 +257,8 @@ class RoundController:
             finding = None if finding is None or finding.finite else finding
         if finding is None:
             finding = scan(gradient, shard_id=shard_id, shard_length=shard.length)
+        if gradient.num_rows and shard.has_rows:
+            _require_own(cast(TableShard, shard), gradient)
         if self._bounds is not None:
             self._bounds.require_push(gradient, shard.length)
         if self._membership.parted:
@@ -622,6 +627,16 @@ class RoundController:
             pacer = self.behaviour.aggregation.pacer() or (Free() if self.config.start_together else None)
         quorum, at_work = self._membership.quorum, self._membership.arrived()
         self.at_gate(self.steps.replace, pacer, quorum=quorum, at_work=at_work, version=content.version_max)
+
+
+def _require_own(table: TableShard, gradient: Gradient) -> None:
+    """Raise InvalidArgument for a row that belongs to another shard of its table."""
+    others = gradient.ids[bucket_of(gradient.ids, table.num_buckets) != table.bucket]
+    if others.size:
+        raise InvalidArgument(
+            f"id {others[0]} of table {table.name!r} is not of shard {table.shard_id}: spread ids over its "
+            f"{table.num_buckets} shards as pyps_wire.rows.bucket_of does"
+        )
 
 
 def _is_taken(receipt: Receipt) -> bool:

@@ -445,15 +445,15 @@ class Run:
         content = self._require_content()
         if observer:
             handshake.check_run(run_id, self.holding(), observer=True)
-            return [content.shard(shard_id) for shard_id in shard_ids] or list(content.shards.values())
+            return [content.shard(shard_id) for shard_id in shard_ids] or content.vectors
         self.heard(run_id, worker_id, incarnation, secret)
         shards = [content.shard(shard_id) for shard_id in shard_ids]
         member = self.membership.get(worker_id) if self.membership.parted else None
         if member is None:
-            return shards or list(content.shards.values())
+            return shards or content.vectors
         for shard in shards:
             self.membership.require_part(worker_id, shard.shard_id, content.parts[shard.shard_id])
-        return shards or [shard for i, shard in content.shards.items() if member.holds(content.parts[i])]
+        return shards or [shard for shard in content.vectors if member.holds(content.parts[shard.shard_id])]
 
     def stood_still(self, seconds: float) -> None:
         """Prolong all leases by the time in which the server was suspended."""

@@ -240,6 +240,7 @@ def plan_of(
         memory is not None and not nothing,
         request.gradient_scale or 1.0,
         request.resent_staleness if request.HasField("resent_staleness") else None,
+        request.num_rows,
     )
     # Everything is newer than a version of another epoch.
     holds = reply is not None and request.HasField("held_version") and request.epoch == epoch

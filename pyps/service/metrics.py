@@ -7,7 +7,7 @@ import math
 import ssl
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -32,6 +32,7 @@ from pyps import _kernels, logs
 from pyps.config import ConfigError
 from pyps.core.membership import WorkerState
 from pyps.core.receipt import Reason
+from pyps.core.table import TableShard
 from pyps.roles import METRICS
 from pyps.run.handshake import RunState
 from pyps.run.run import SOFTWARE
@@ -150,6 +151,7 @@ class RunCollector(Collector):
         yield gauge("version_max", "The max of the shards' versions.", max(versions.values(), default=0))
         listed = versions if len(versions) <= LISTED_MAX else {}
         yield gauge("shard_version", f"Each shard's version, up to {LISTED_MAX} shards.", listed, by="shard")
+        yield from _about_tables(shard.table_counts() for shard in shards if isinstance(shard, TableShard))
         memory = memory_of(self._host, self._transports)
         kinds = {kind: getattr(memory, f"{kind}_bytes") for kind in MEMORY_KINDS}
         yield gauge("memory_bytes", "Bytes held, by what for.", kinds, by="kind")
@@ -161,6 +163,28 @@ class RunCollector(Collector):
         yield gauge("standby_events_behind", "Events that the standby has yet to receive; -1 without one.", behind)
         meaning = "Messages that have not come for 5 s; gRPC may hold most of each."
         yield gauge("late_messages", meaning, memory.late_messages)
+
+
+def _about_tables(of_shards: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
+    """Yield the families of tables: the sums of their shards."""
+    tables: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for counts in of_shards:
+        tables[counts["name"]].update({name: count for name, count in counts.items() if name != "name"})
+    for name, meaning in (
+        ("rows", "Rows held."),
+        ("candidates", "Ids that have not been pushed often enough to be rows."),
+        ("bytes", "Memory of rows and index."),
+    ):
+        yield gauge(f"table_{name}", meaning, {table: each[name] for table, each in tables.items()}, by="table")
+    for name, meaning in (
+        ("admitted", "Ids that became rows."),
+        ("dropped", "Gradients dropped because their id was no row yet."),
+        ("evicted", "Rows dropped for new ones."),
+        ("expired", "Rows and candidates dropped because no update came."),
+        ("lookups", "Rows that were asked for."),
+        ("hits", "Rows that were asked for and had been updated before."),
+    ):
+        yield counter(f"table_{name}", meaning, {table: each[name] for table, each in tables.items()}, by="table")
 
 
 class MetricsServer:

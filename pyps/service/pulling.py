@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Lock
+from typing import cast
 
+import numpy as np
+
+from pyps.core.gradient import ID_BYTES
 from pyps.core.store import Store
+from pyps.core.table import Ids, TableShard
 from pyps.roles import PULL_AS_WORKER
 from pyps.run.run import Run
 from pyps.service import convert
 from pyps.service.calls import Call
 from pyps.service.conversation import Conversation, Request
-from pyps.service.serializations import Answer, Frame, Wanted
+from pyps.service.pushing import PUSH_HEADER_MAX
+from pyps.service.serializations import HEADER_ROOM, Answer, Frame, ReplyFrame, Wanted
 from pyps.service.transport import Host
 from pyps.service.waiting import VersionWait
 from pyps.service.work_queue import LEASES_MAX, Ask, lease_portion
@@ -28,7 +34,10 @@ FRAMES_MAX = 2
 
 def pull_request(run: Run, message: bytes) -> wire.PullRequest:
     """Read a request to pull, which may list every shard and many leases."""
-    listed_bytes = convert.ENTRY_BYTES_MAX * len(run.content.shards) + convert.LEASE_BYTES_MAX * LEASES_MAX
+    content = run.content
+    listed_bytes = convert.ENTRY_BYTES_MAX * len(content.shards) + convert.LEASE_BYTES_MAX * LEASES_MAX
+    if content.model is not None and content.model.tables:
+        listed_bytes = PUSH_HEADER_MAX - convert.SMALL_BYTES_MAX
     return convert.parse(wire.PullRequest, message, bytes_max=convert.SMALL_BYTES_MAX + listed_bytes)
 
 
@@ -55,6 +64,8 @@ class PullStream:
         self._waits = VersionWait(host.run, host.work, request, request.sender, observer=observes)
         # Empty for an observer.
         self._worker_id = self._waits.worker_id
+        # The ids that are wanted of tables' shards.
+        self._ids = {want.shard_id: _ids_from(want) for want in request.wants if want.ids}
 
     async def serve(self) -> None:
         """Send the shards, waiting as long as the request says."""
@@ -103,6 +114,8 @@ class PullStream:
 
     def read(self, shard: Store) -> list[Frame]:
         """Return the shard's message where its parameters are newer, and count the pull."""
+        if shard.has_rows:
+            return self._rows(cast(TableShard, shard))
         wanted = self.wanted(shard)
         frame = self._host.serializations.take(wanted, worker_id=self._worker_id)
         if frame is None:
@@ -111,6 +124,24 @@ class PullStream:
         statistics, puller = self._run.statistics, self._worker_id or "observer"
         statistics.pulled(puller, len(frame.payload), now=self._run.clock(), shard_ids=shard_ids)
         return [frame]
+
+    def _rows(self, table: TableShard) -> list[Frame]:
+        ids = self.ids_of(table)
+        frame = ReplyFrame(lane.PULL, ids.size * table.length, self._codec, header_room=HEADER_ROOM)
+        version = table.lookup(ids, frame.reply)
+        statistics, puller = self._run.statistics, self._worker_id or "observer"
+        statistics.pulled(puller, self._codec.max_bytes(ids.size * table.length), now=self._run.clock())
+        header = wire.Parameters(shard_id=table.shard_id, version=version, epoch=table.epoch)
+        header.codec = frame.codec  # type: ignore[assignment]
+        return [frame.seal(header)]
+
+    def ids_of(self, table: TableShard) -> Ids:
+        """Return the ids whose rows are wanted; raise InvalidArgument for none."""
+        if (ids := self._ids.get(table.shard_id)) is None:
+            raise InvalidArgument(
+                f"a pull of table {table.name!r} (shard {table.shard_id}) came without ids: name them"
+            )
+        return ids
 
     def wanted(self, shard: Store) -> Wanted:
         shard_id, waits = shard.shard_id, self._waits
@@ -127,6 +158,12 @@ class PullStream:
             )
 
 
+def _ids_from(want: wire.PullRequest.Want) -> Ids:
+    if len(want.ids) % ID_BYTES:
+        raise InvalidArgument(f"the ids of shard {want.shard_id} have {len(want.ids)} bytes; an int64 takes {ID_BYTES}")
+    return np.frombuffer(want.ids, "<i8")
+
+
 class _Read(Request):
     """Reading shards: one, or all of one state of the model under its mutex."""
 
@@ -138,6 +175,9 @@ class _Read(Request):
             self.shard_id = shards[0].shard_id
         self.num_parameters = sum(shard.length * (1 + shard.num_pending) for shard in shards)
         self.held_bytes = sum(pull.wanted(shard).bytes_max for shard in shards)
+        if shards[0].has_rows:
+            num_rows = sum(pull.ids_of(cast(TableShard, shard)).size for shard in shards)
+            self.num_parameters, self.held_bytes = num_rows * shards[0].length, num_rows * shards[0].length * 4
 
     def work(self) -> list[Frame]:
         return self.read_where(lambda: True)

@@ -60,6 +60,8 @@ class Message(Request):
         reply, epoch = None, 0
         # None for a shard that is not here: the push is refused.
         self.shard = shard = run.content.shards.get(request.shard_id)
+        if shard is not None and exchanges and shard.has_rows:
+            raise InvalidArgument(f"shard {request.shard_id} is a table's, whose rows come by Pull: use Push")
         if shard is not None and exchanges:
             codec = CODECS.get(request.reply_codec)
             if codec is None or codec.stateful:
@@ -82,7 +84,7 @@ class Message(Request):
         extents = plan.gradient.extents
         self.num_parameters = EXTENT_PARAMETERS * len(extents)
         if shard is not None:
-            whole = exchanges or not extents
+            whole = exchanges or not (extents or shard.has_rows)
             self.num_parameters += shard.length * shard.num_pending
             self.num_parameters += shard.length if whole else plan.gradient.count(shard.length)
 

@@ -14,6 +14,7 @@ from pyps import _kernels
 from pyps.core.arrays import Floats
 from pyps.core.membership import Member
 from pyps.core.store import Store
+from pyps.core.table import TableShard
 from pyps.core.warmup import Staged
 from pyps.run.run import SOFTWARE, Run
 from pyps.service.convert import settings_to
@@ -127,13 +128,14 @@ def shard_info(run: Run, shard: Store, partition: Partition, *, with_checksum: b
         version, parameters = shard.read(lambda version, values: (version, values.copy()))
         checksum = checksum_of(parameters)
     return pb.ShardInfo(
+        table=pb.TableInfo(**shard.table_counts()) if isinstance(shard, TableShard) else None,
         shard_id=shard.shard_id,
         group=shard_range.group,
         offset=shard_range.offset,
         num_parameters=shard.length,
         version=version,
         checksum=checksum,
-        bytes=4 * shard.length + shard.slots_bytes,
+        bytes=0 if shard.has_rows else 4 * shard.length + shard.slots_bytes,
         tally=tally_of(run.statistics.shard(shard.shard_id)),
         pending_gradients=shard.num_pending,
         pending_bytes=shard.pending_bytes,

@@ -147,7 +147,11 @@ class Checkpoint:
         with _understanding(path):
             state, vectors = unpack(data)
             sizes = {values.size for values in (state.parameters, *state.slots.values(), *vectors.values())}
-            if (sizes, state.version) != ({self.header.partition.shard(shard_id).length}, entry.version):
+            place = self.header.partition.shard(shard_id)
+            length = place.length if state.rows is None else 0
+            if (sizes, state.version) != ({length}, entry.version) or (
+                (state.rows is not None) != (place.group in self.header.model.tables)
+            ):
                 raise ValueError(f"{sizes} numbers of version {state.version}")
             return state, vectors
 

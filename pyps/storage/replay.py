@@ -18,6 +18,8 @@ from pyps.core.receipt import Receipt
 from pyps.core.recorder import Completed, Configured, Event, Pulled, Pushed, Recorder, Updated
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard
+from pyps.core.store import Rows
+from pyps.core.table import make_table
 from pyps.run_header import RunHeader
 from pyps.storage.plain import checksum_of, contribution_from_plain, push_from_plain, quick_checksum_of
 from pyps.storage.update_log import FORMAT, LoggedUpdate, UpdateLogError, decode
@@ -78,24 +80,34 @@ class ShardLog:
         begin = self._begin
         with self._payload_path.open("rb") as file:
             payloads = [self._payload(file, place) for place in begin["payloads"]]
-        num_slots = len(begin["slots"])
+        num_slots, kinds = len(begin["slots"]), begin.get("rows") or {}
         parameters, *slots = (np.frombuffer(payload, "<f4") for payload in payloads[: 1 + num_slots])
-        waiting = payloads[1 + num_slots :][: len(begin["pending"])]
+        of_rows = payloads[1 + num_slots :][: len(kinds)]
+        waiting = payloads[1 + num_slots + len(kinds) :][: len(begin["pending"])]
+        common: dict[str, Any] = {
+            "behaviour": Behaviour.parse(**begin["behaviour"]),
+            "epoch": self.run.epoch,
+            "version": begin["version"],
+            "ledger": Ledger(LedgerState.from_plain(begin["ledger"], payloads[-1])),
+            "pending": tuple(map(contribution_from_plain, begin["pending"], waiting)),
+            "examples": begin["examples"],
+            "learning_rate": begin["learning_rate"],
+            "recorder": recorder,
+        }
+        if kinds:
+            rows = {name: np.frombuffer(payload, kinds[name]) for name, payload in zip(kinds, of_rows, strict=True)}
+            place = self.run.partition.shard(self.shard_id)
+            table = self.run.model.tables[place.group]
+            common |= {"rows": Rows(**rows), "offset": place.offset}
+            return make_table(self.shard_id, table.name, table.shape, table.table, **common)
         return Shard(
             self.shard_id,
             parameters,
             rule=rules.find(self.run.optimizer.rule),
             hyperparameters=begin["hyperparameters"],
             kind=PayloadKind(begin["kind"]),
-            behaviour=Behaviour.parse(**begin["behaviour"]),
-            epoch=self.run.epoch,
-            version=begin["version"],
             slots=dict(zip(begin["slots"], slots, strict=True)),
-            ledger=Ledger(LedgerState.from_plain(begin["ledger"], payloads[-1])),
-            pending=tuple(map(contribution_from_plain, begin["pending"], waiting)),
-            examples=begin["examples"],
-            learning_rate=begin["learning_rate"],
-            recorder=recorder,
+            **common,
         )
 
     def events(self) -> Iterator[LoggedEvent]:

@@ -2,6 +2,7 @@
 
 parameters, slot.accumulator...   float32
 vector.g, vector.s7...            float32: a coordinator's gradient and history; if there was one
+rows.ids, rows.parameters...      a table's: its rows and candidates
 ledger                            whose pushes were answered, and how: compressed (`core/ledger.py`)
 pending                           the payloads of the gradients that wait, end to end
 in the metadata                   "state": the other values and what is said of those gradients, in JSON
@@ -12,24 +13,29 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
 from pyps.core.arrays import Floats, aligned_copy
 from pyps.core.ledger import LedgerState
-from pyps.core.store import ShardState
+from pyps.core.store import Rows, ShardState
 from pyps.storage.plain import contribution_from_plain, contribution_to_plain, split_payloads
 
-_SLOT, _VECTOR = "slot.", "vector."
+_SLOT, _VECTOR, _ROWS = "slot.", "vector.", "rows."
+_TYPES = {"F32": "<f4", "I64": "<i8", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "|u1"}
+_KINDS = {np.dtype(kind): name for name, kind in _TYPES.items()}
+T = TypeVar("T")
 _NUMBERS = ("version", "examples", "learning_rate", "momentum")
 
 
 def pack(state: ShardState, vectors: Mapping[str, Floats] | None = None) -> list[memoryview]:
     """Return the buffers of the file in order; those of the arrays share their memory."""
-    floats = {
+    arrays: dict[str, Any] = {
         "parameters": state.parameters,
         **{f"{_SLOT}{name}": slot for name, slot in state.slots.items()},
         **{f"{_VECTOR}{name}": vector for name, vector in (vectors or {}).items()},
+        **{f"{_ROWS}{name}": values for name, values in (state.rows._asdict() if state.rows else {}).items()},
     }
     payloads = [memoryview(waiting.gradient.payload).cast("B") for waiting in state.pending]
     ledger = memoryview(state.ledger.to_bytes())
@@ -39,17 +45,23 @@ def pack(state: ShardState, vectors: Mapping[str, Floats] | None = None) -> list
     }
     header: dict[str, object] = {"__metadata__": {"format": "pyps shard", "state": json.dumps(plain)}}
     end = 0
-    sizes = {**{name: values.size for name, values in floats.items()}, "ledger": ledger.nbytes}
+    sizes = {**{name: values.size for name, values in arrays.items()}, "ledger": ledger.nbytes}
     sizes["pending"] = sum(payload.nbytes for payload in payloads)
     for name, size in sizes.items():
-        kind, width = ("F32", 4) if name in floats else ("U8", 1)
+        kind = _KINDS[arrays[name].dtype.newbyteorder("<")] if name in arrays else "U8"
+        width = np.dtype(_TYPES[kind]).itemsize
         header[name] = {"dtype": kind, "shape": [size], "data_offsets": [end, end + width * size]}
         end += width * size
     # The format: the header's length, the header, padded so that values begin at a multiple of 8, then the values.
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    arrays = [np.ascontiguousarray(values, "<f4").view(np.uint8).data for values in floats.values()]
-    return [memoryview(struct.pack("<Q", len(text)) + text), *arrays, ledger, *payloads]
+    values = [np.ascontiguousarray(each, each.dtype.newbyteorder("<")).reshape(-1) for each in arrays.values()]
+    return [
+        memoryview(struct.pack("<Q", len(text)) + text),
+        *(each.view(np.uint8).data for each in values),
+        ledger,
+        *payloads,
+    ]
 
 
 def unpack(data: bytes | memoryview) -> tuple[ShardState, dict[str, Floats]]:
@@ -65,11 +77,9 @@ def unpack(data: bytes | memoryview) -> tuple[ShardState, dict[str, Floats]]:
         raise ValueError("a header that is nested too deeply") from None
     plain = json.loads(header.pop("__metadata__")["state"])
     places = {name: view[start:][slice(*tensor["data_offsets"])] for name, tensor in header.items()}
-    floats = {
-        name: aligned_copy(np.frombuffer(place, "<f4"))
-        for name, place in places.items()
-        if header[name]["dtype"] == "F32"
-    }
+    arrays = {name: np.frombuffer(place, _TYPES[header[name]["dtype"]]) for name, place in places.items()}
+    floats = {name: aligned_copy(values) for name, values in arrays.items() if values.dtype == np.float32}
+    rows = {name: values.copy() for name, values in _named(_ROWS, arrays).items()}
     pending = plain.pop("pending")
     payloads = split_payloads(pending, bytes(places["pending"]))
     state = ShardState(
@@ -77,11 +87,12 @@ def unpack(data: bytes | memoryview) -> tuple[ShardState, dict[str, Floats]]:
         slots=_named(_SLOT, floats),
         ledger=LedgerState.from_bytes(places["ledger"]),
         pending=tuple(map(contribution_from_plain, pending, payloads)),
+        rows=Rows(**rows) if rows else None,
         **plain,
     )
     return state, _named(_VECTOR, floats)
 
 
-def _named(prefix: str, arrays: Mapping[str, Floats]) -> dict[str, Floats]:
+def _named(prefix: str, arrays: Mapping[str, T]) -> dict[str, T]:
     """Return the arrays whose names begin so, by the rest of their names."""
     return {name.removeprefix(prefix): values for name, values in arrays.items() if name.startswith(prefix)}

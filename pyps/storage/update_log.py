@@ -140,6 +140,8 @@ class ShardFiles:
         """Write the shard as it is. Raises OSError."""
         shard, state = self._shard, self._shard.state()
         values = {"parameters": state.parameters, **{f"slot {name}": slot for name, slot in state.slots.items()}}
+        rows = state.rows._asdict() if state.rows is not None else {}
+        values |= {f"rows {name}": array for name, array in rows.items()}
         pending = [memoryview(waiting.gradient.payload) for waiting in state.pending]
         ledger, receipts = state.ledger.to_plain()
         places = self._write_payloads([*values.values(), *pending, receipts])
@@ -158,6 +160,7 @@ class ShardFiles:
                 "ledger": ledger,
                 "pending": [contribution_to_plain(waiting) for waiting in state.pending],
                 "slots": list(state.slots),
+                "rows": {name: array.dtype.newbyteorder("<").str for name, array in rows.items()},
                 "payloads": places,
             }
         )

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,44 +15,11 @@ from pyps.storage.folder import newest
 from pyps_client import Client, Launch, LocalTraining
 from pyps_client.push import Plan
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_EPOCH
-from support import ServerThread, Start, checksums, inspect, status_of, wait_until
+from support import ServerThread, checksums, status_of, wait_until
 from training import backward, batches, mlp, parameters_of, remote
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 ADAM = ("adam", {"learning_rate": 0.05})
-
-
-class Crashing:
-    """A server that loses, when it crashes, what it had not saved: its later checkpoints are removed."""
-
-    def __init__(self, start: Start, folder: Path, *flags: str):
-        self._start, self._flags = start, flags
-        self._folder, self._folder_flag = folder, ("--checkpoint-dir", str(folder))
-        self._saved: set[Path] = set()
-        self.server: ServerThread = start(*self._folder_flag, *flags)
-
-    def save(self) -> None:
-        inspect(self.server.control, "SaveCheckpoint")
-        self._saved = set(self._folder.glob("checkpoint-*.json"))
-
-    def crash(self, *flags: str) -> None:
-        """Crash and come back, with other flags if they are given."""
-        self.server.stop()
-        for checkpoint in set(self._folder.glob("checkpoint-*.json")) - self._saved:
-            checkpoint.unlink()
-        port = self.server.data.rpartition(":")[2]
-        self.server = self._start(*self._folder_flag, *(flags or self._flags), "--resume", "--port", port)
-
-
-@pytest.fixture
-def crashing(start_server: Start, tmp_path: Path) -> Iterator[Callable[..., Crashing]]:
-    made: list[Crashing] = []
-
-    def make(*flags: str) -> Crashing:
-        made.append(Crashing(start_server, tmp_path / f"server-{len(made)}", *flags))
-        return made[-1]
-
-    yield make
 
 
 def steps(client: Client, count: int, *, first: int = 0, examples: int = 0, pulls: bool = True) -> None:

@@ -104,4 +104,5 @@ def own_partition(whole: Partition, parts: Sequence[int], peers: Group | None) -
             f"process {peers.index} of replica {peers.name!r} holds no part of the model: give each of its "
             f"{peers.count} processes one of its own"
         )
-    return whole if not parts or len(set(parts)) == whole.model.num_parts else whole.of_parts(parts)
+    vectors = whole.without_tables()
+    return vectors if not parts or len(set(parts)) == whole.model.num_parts else vectors.of_parts(parts)

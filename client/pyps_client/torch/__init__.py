@@ -7,13 +7,15 @@ if TYPE_CHECKING:
     from pyps_client.lbfgs.run import sandblaster
     from pyps_client.lbfgs.worker import SandblasterResult
     from pyps_client.replica.processes import Block, Replica
+    from pyps_client.torch.embedding import Embedding
     from pyps_client.torch.local_training import LocalTraining
     from pyps_client.torch.remote_optimizer import RemoteOptimizer
 
-__all__ = ["Block", "LocalTraining", "RemoteOptimizer", "Replica", "SandblasterResult", "sandblaster"]
+__all__ = ["Block", "Embedding", "LocalTraining", "RemoteOptimizer", "Replica", "SandblasterResult", "sandblaster"]
 
 _LATER = {
     "Block": "pyps_client.replica.processes",
+    "Embedding": "pyps_client.torch.embedding",
     "LocalTraining": "pyps_client.torch.local_training",
     "RemoteOptimizer": "pyps_client.torch.remote_optimizer",
     "Replica": "pyps_client.replica.processes",

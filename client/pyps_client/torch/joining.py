@@ -16,6 +16,7 @@ from pyps_client.join import model_of_run
 from pyps_client.launch import Launch
 from pyps_client.replica.group import ALONE, Group, agreed, led
 from pyps_client.torch.buffers import SharedBuffers
+from pyps_client.torch.embedding import tables_of, with_tables
 from pyps_client.torch.layout import Layout, named_groups, plain_name, plan, several
 from pyps_client.torch.overlap import steps_of
 from pyps_client.torch.parameters import initial_values
@@ -23,6 +24,7 @@ from pyps_client.torch.rates import Rates
 from pyps_client.torch.rules import translate, translation_of
 from pyps_client.torch.schedule import Settings
 from pyps_client.torch.steps import Steps
+from pyps_client.vectors import FiniteGuard
 from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import PAYLOAD_KIND_BUFFER, OptimizerSettings
 from pyps_wire.errors import InvalidArgument, ModelMismatch
@@ -66,6 +68,7 @@ class Joining:
                 "sets): give RemoteOptimizer or sandblaster() replica=Replica(), or start workers of one process."
             )
         self.module, self.launch, self.replica = module, launch, replica
+        self.tables, self.finite_rows = tables_of(module), FiniteGuard()
         self._param_groups: Sequence[Mapping[str, Any]] = optimizer.param_groups
         self._settings = replace(settings, local_rate_known=steps_known)
         # The servers' rule and settings.
@@ -178,9 +181,13 @@ class Joining:
         self._connect(arrangement.model, cut.settings(self._optimizer), parts=parts, peers=replica)
 
     def _connect(self, model: Model, settings: OptimizerSettings, **part: Any) -> None:
+        model = with_tables(model, self.tables, self.launch)
         initial, device = partial(initial_values, self.layout), self.layout.devices
         self.session = Worker(model, settings, launch=self.launch, initial=initial, device=device, **part)
         self.session.connect()
+        if (tables := self.session.tables) is not None:
+            for table in self.tables:
+                table.bind(tables)
 
     def _check_common(self) -> None:
         """Raise InvalidArgument where the replica's processes have different settings."""

@@ -23,6 +23,7 @@ from pyps_client.fork import ForkGuard
 from pyps_client.launch import LOCAL, Launch
 from pyps_client.log import logger
 from pyps_client.replica.group import ALONE, Group, agreed
+from pyps_client.torch.embedding import push as push_rows
 from pyps_client.torch.joining import Joining, OwnModel, unwrapped
 from pyps_client.torch.layout import warn_of_float64, warn_of_unshared, whole_state
 from pyps_client.torch.schedule import Settings
@@ -490,6 +491,10 @@ class RemoteOptimizer(OfRun):
                 gradients = [None] * len(gradients)
             if place.newest is not None or self.data_position is not None:
                 steps.data_position = place.after_step(self)
+            if (of_run := steps.session.tables) is not None:
+                examples = steps.examples_in_batch or 0
+                tables, finite = self._joining.tables, self._joining.finite_rows
+                push_rows(tables, of_run, finite, clock=steps.session.clock, example_count=examples)
             steps.step(gradients)
         finally:
             self._stepping = 0

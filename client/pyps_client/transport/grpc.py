@@ -27,6 +27,7 @@ from pyps_wire.errors import (
     METADATA_KEY,
     InvalidArgument,
     LimitExceeded,
+    NoRoom,
     NotAuthenticated,
     ProtocolMismatch,
     PypsError,
@@ -157,7 +158,7 @@ class GrpcChannel(Transport):
     def _end_of_stream(self, error: Any) -> PypsError | LinkLost:
         verdict = self._translated(error)
         # Sizes were compared at Hello, so the limit is the server's memory for calls under way.
-        return Busy(str(verdict)) if isinstance(verdict, LimitExceeded) else verdict
+        return Busy(str(verdict)) if isinstance(verdict, LimitExceeded) and not isinstance(verdict, NoRoom) else verdict
 
     def _started(self, start: Any, request: Any, timeout_seconds: float) -> Any:
         return self._own_errors(partial(start, request, timeout=timeout_seconds, metadata=self._metadata))

@@ -23,8 +23,18 @@ from pyps_wire.partition import Partition
 class Sharing:
     """One session's vectors, and the servers that share their memory. The others take messages; the log says why."""
 
-    def __init__(self, launch: Launch, partition: Partition, connections: Sequence[Connection], sender: Sender) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        partition: Partition,
+        connections: Sequence[Connection],
+        sender: Sender,
+        *,
+        keeps_lanes: bool = False,
+    ) -> None:
+        """`keeps_lanes`: whether large messages go to servers that share the memory, too."""
         self._launch = launch
+        self._keeps_lanes = keeps_lanes
         # To servers that hold shards.
         self._connections = [connection for connection in connections if partition.of_server(connection.index)]
         # The server that holds all shards, where it is one.
@@ -104,7 +114,7 @@ class Sharing:
     def _attach(self, connection: Connection) -> bool:
         """Share the memory with a server; return False where messages serve instead."""
         if connection.link is not None:
-            connection.drop_lane()
+            self._attached(connection)
             return True
         assert self._shared is not None
         segment, layout = self._shared
@@ -117,10 +127,14 @@ class Sharing:
         except (LinkLost, PypsError) as problem:
             self._refuse(connection, str(problem))
             return False
-        connection.drop_lane()
+        self._attached(connection)
         connection.left_unchecked = connection is self.holder
         connection.route.log("shared memory")
         return True
+
+    def _attached(self, connection: Connection) -> None:
+        if not self._keeps_lanes:
+            connection.drop_lane()
 
     def _refuse(self, connection: Connection, reason: str) -> None:
         """Let messages serve from now on; raise where the launch forbids it."""

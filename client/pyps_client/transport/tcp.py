@@ -27,7 +27,7 @@ from pyps_client.transport import (
 from pyps_client.transport.threads import Future, Threads
 from pyps_wire import lane
 from pyps_wire.common_pb2 import Sender
-from pyps_wire.errors import LimitExceeded, PypsError, ServerUnavailable, from_status
+from pyps_wire.errors import LimitExceeded, NoRoom, PypsError, ServerUnavailable, from_status
 from pyps_wire.lane_pb2 import LaneOpen
 from pyps_wire.local_pb2 import LocalFailure
 from pyps_wire.parameter_server_pb2 import HelloReply, LaneOffer
@@ -251,7 +251,7 @@ def verdict_of(failure: LocalFailure, server: str) -> Exception:
     if failure.name == ServerUnavailable.__name__:
         return LocalLost(failure.details)
     error = from_status(failure.status, f"{failure.details} ({server})", failure.name or None)
-    return Busy(str(error)) if isinstance(error, LimitExceeded) else error
+    return Busy(str(error)) if isinstance(error, LimitExceeded) and not isinstance(error, NoRoom) else error
 
 
 def _send(wire: lane.Lane, kind: int, parts: Parts) -> None:

@@ -137,6 +137,7 @@ class SharedMemory(Listener):
         if plan is None or run.content.shards is not shards:
             raise NotInitialized("the run was reset while its memory was attached: say Hello, then attach it again")
         member = run.membership.get(sender.worker_id)
+        plan = plan.without_tables()
         own = plan.of_parts(member.parts) if member is not None and member.parts else plan
         content = Content(run.content.run_id, epoch, plan, own, run.content.server_index, shards)
         check_layout(request, content)

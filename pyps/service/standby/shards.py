@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from pyps.core.behaviour import Behaviour
@@ -73,8 +72,11 @@ class FollowedShards:
         # Where it comes again, the memory of the old one is free first.
         self._shards.pop(shard_id, None)
         state, _ = unpack(b"".join(pieces))
-        make = partial(Shard, behaviour=Behaviour.parse(**about["behaviour"]), epoch=self.header.epoch)
-        shard = self._shards[shard_id] = make_shard(self._places[shard_id], state, self.header.optimizer, make=make)
+        shard = self._shards[shard_id] = make_shard(
+            *(self.header.partition, self._places[shard_id], state, self.header.optimizer),
+            behaviour=Behaviour.parse(**about["behaviour"]),
+            epoch=self.header.epoch,
+        )
         if about["finished"]:
             shard.finish()
         self._differs.discard(shard_id)

@@ -1,0 +1,411 @@
+"""The tables of a run: rows by id that lie on the servers, pulled and pushed beside the model's parameters."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from pyps_client.kept import KeptPushes
+from pyps_client.log import logger
+from pyps_client.pull import Held, LongPoll
+from pyps_client.retry import LinkLost
+from pyps_client.run_state import OUTDATED
+from pyps_client.transport import Incoming, Parts, Payload
+from pyps_client.transport.connection import Connection, Servers, call_seconds
+from pyps_client.transport.grpc import GrpcChannel
+from pyps_wire.codecs import Codec
+from pyps_wire.common_pb2 import (
+    OUTCOME_REJECTED,
+    PAYLOAD_KIND_GRADIENT,
+    PAYLOAD_KIND_NOTHING,
+    ROLE_WORKER,
+    Receipt,
+    Sender,
+)
+from pyps_wire.errors import InvalidArgument, WaitTimedOut, WrongSize
+from pyps_wire.parameter_server_pb2 import Parameters, PullRequest, PushRequest
+from pyps_wire.partition import Partition, ShardRange
+from pyps_wire.rows import Ids, bucket_of
+
+Rows = npt.NDArray[np.float32]
+
+
+# Rows, and by shard the version of them.
+Pulled: TypeAlias = tuple[Rows, dict[int, int]]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of some of a table's rows."""
+
+    # Ascending, each once.
+    ids: Ids
+    # A row for each id.
+    rows: Rows
+    # By shard, the version at which the rows were pulled.
+    versions: Mapping[int, int]
+
+
+class Tables:
+    """Pulls and pushes rows of all tables of a run. One thread may push while another pulls."""
+
+    def __init__(
+        self,
+        whole: Partition,
+        *,
+        servers: Servers,
+        sender: Sender,
+        kept: Mapping[int, KeptPushes],
+        next_sequence: Callable[[], int],
+        gradient_codec: Codec,
+        parameter_codec: Codec,
+        wait_seconds: float,
+    ) -> None:
+        names = {group: tensor.name for group, tensor in whole.model.tables.items()}
+        self._shards: dict[str, list[ShardRange]] = {name: [] for name in names.values()}
+        for shard in whole.shards:
+            if shard.group in names:
+                self._shards[names[shard.group]].append(shard)
+        self.dims = {tensor.name: tensor.shape[1] for tensor in whole.model.tables.values()}
+        self._server_of = {shard.shard_id: whole.server_of(shard.shard_id) for shard in whole.shards}
+        of_servers: dict[int, list[ShardRange]] = {}
+        for shard in (shard for shards in self._shards.values() for shard in shards):
+            of_servers.setdefault(self._server_of[shard.shard_id], []).append(shard)
+        self.held = {index: Held(shards) for index, shards in of_servers.items()}
+        self._servers, self._sender, self._kept = servers, sender, kept
+        self._next_sequence = next_sequence
+        self._codecs = gradient_codec, parameter_codec
+        self._wait_seconds = wait_seconds
+        self._prefetches: SimpleQueue[tuple[str, Ids, Future[Pulled]]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._shards)
+
+    def prefetch(self, name: str, ids: Ids) -> Future[Pulled]:
+        """Pull rows of a table on a thread, together with what else is to be prefetched then."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._prefetch, name="pyps rows", daemon=True)
+            self._thread.start()
+        future: Future[Pulled] = Future()
+        self._prefetches.put((name, ids, future))
+        return future
+
+    def _prefetch(self) -> None:
+        while True:
+            waiting = [self._prefetches.get()]
+            with suppress(Empty):
+                while True:
+                    waiting.append(self._prefetches.get_nowait())
+            while waiting:
+                # Of one table twice, the second time later.
+                batch = {name: (ids, future) for name, ids, future in reversed(waiting)}
+                waiting = [each for each in waiting if each[2] is not batch[each[0]][1]]
+                try:
+                    found = self.pull({name: ids for name, (ids, _) in batch.items()})
+                except BaseException as error:
+                    for _, future in batch.values():
+                        future.set_exception(error)
+                else:
+                    for name, (_, future) in batch.items():
+                        future.set_result(found[name])
+
+    def pull(self, wanted: Mapping[str, Ids]) -> dict[str, Pulled]:
+        """Return the rows of the ids of each table, in their order, and by shard the version of them.
+
+        Waits for the rounds that have this worker's gradients, as a pull of parameters does.
+        """
+        found: dict[str, Pulled]
+        found = {name: (np.empty((ids.size, self.dims[name]), np.float32), {}) for name, ids in wanted.items()}
+        places: dict[int, dict[int, _Place]] = {index: {} for index in self.held}
+        for name, ids in wanted.items():
+            for shard, index in self._split(name, ids):
+                place = _Place(ids if index is None else ids[index], index, *found[name])
+                if place.ids.size:
+                    places[self._server_of[shard.shard_id]][shard.shard_id] = place
+        codec, poll = self._codecs[1], LongPoll(self._wait_seconds)
+        self._on_servers(
+            {
+                index: _Pull(connection, self._sender, self.held[index], places[index], codec, poll)
+                for index, connection in self._connections()
+                if places[index]
+            }
+        )
+        return found
+
+    def newest(self, name: str, ids: Ids) -> npt.NDArray[np.int64]:
+        """Return for each id the newest version of its shard that this worker has heard of."""
+        versions = [self.held[self._server_of[each.shard_id]].versions[each.shard_id] for each in self._shards[name]]
+        return np.array(versions, np.int64)[self.buckets(name, ids)]
+
+    def buckets(self, name: str, ids: Ids) -> npt.NDArray[np.intp]:
+        """Return for each id which of its table's shards has it."""
+        return bucket_of(ids, len(self._shards[name])).astype(np.intp)
+
+    def shard_ids(self, name: str) -> list[int]:
+        return [shard.shard_id for shard in self._shards[name]]
+
+    @property
+    def epochs(self) -> tuple[int, ...]:
+        """The epochs of the versions; those of different ones cannot be compared."""
+        return tuple(held.epoch for held in self.held.values())
+
+    def push(self, gradients: Mapping[str, Gradients], *, clock: int, example_count: int = 0) -> list[Receipt]:
+        """Push gradients of rows; every shard of every table gets a message, since a round waits for each worker."""
+        sequence = self._next_sequence()
+        messages: dict[int, list[tuple[PushRequest, memoryview]]] = {index: [] for index in self.held}
+        for name in self._shards:
+            given = gradients.get(name)
+            ids = np.empty(0, np.int64) if given is None else given.ids
+            for shard, index in self._split(name, ids):
+                server = self._server_of[shard.shard_id]
+                held = self.held[server]
+                message = PushRequest(
+                    sender=self._sender,
+                    sequence=sequence,
+                    shard_id=shard.shard_id,
+                    epoch=held.epoch,
+                    clock=clock,
+                    example_count=example_count,
+                    kind=PAYLOAD_KIND_NOTHING,
+                    num_shards=len(held.shards),
+                    base_version=max(0, held.versions[shard.shard_id]),
+                )
+                payload = memoryview(b"")
+                num_rows = ids.size if index is None else index.size
+                if given is not None and num_rows:
+                    message.kind, message.num_rows = PAYLOAD_KIND_GRADIENT, num_rows
+                    message.codec = self._codecs[0]  # type: ignore[assignment]
+                    message.base_version = given.versions[shard.shard_id]
+                    payload = _payload(given, index, self._codecs[0])
+                messages[server].append((message, payload))
+        answers = self._on_servers(
+            {
+                index: _Push(connection, self.held[index], sequence, messages[index], self._kept.get(index))
+                for index, connection in self._connections()
+            }
+        )
+        return [receipt for of_server in answers for receipt in of_server]
+
+    def _split(self, name: str, ids: Ids) -> Iterator[tuple[ShardRange, npt.NDArray[np.intp] | None]]:
+        """Yield each shard of a table with the places of its ids; None for all of them."""
+        shards = self._shards[name]
+        if len(shards) == 1:
+            yield shards[0], None
+            return
+        buckets = bucket_of(ids, len(shards))
+        for bucket, shard in enumerate(shards):
+            yield shard, np.flatnonzero(buckets == bucket)
+
+    def _connections(self) -> Iterator[tuple[int, Connection]]:
+        return ((each.index, each) for each in self._servers.connections if each.index in self.held)
+
+    def _on_servers(self, operations: Mapping[int, Callable[[GrpcChannel, threading.Event], Any]]) -> list[Any]:
+        idle: Callable[[GrpcChannel, threading.Event], Any] = lambda channel, stop: []  # noqa: E731
+        return self._servers.on_all([operations.get(each.index, idle) for each in self._servers.connections])
+
+
+@dataclass(eq=False)
+class _Place:
+    """Where the rows of one shard go."""
+
+    ids: Ids
+    index: npt.NDArray[np.intp] | None
+    rows: Rows
+    versions: dict[int, int]
+
+    def write(self, shard_id: int, version: int, numbers: Rows) -> None:
+        rows = numbers.reshape(self.ids.size, -1)
+        self.rows[... if self.index is None else self.index] = rows
+        self.versions[shard_id] = version
+
+
+@dataclass(eq=False)
+class _Pull:
+    """Pulls rows from one server; after a loss only those that did not come yet."""
+
+    connection: Connection
+    sender: Sender
+    held: Held
+    places: dict[int, _Place]
+    codec: Codec
+    poll: LongPoll
+
+    def __call__(self, channel: GrpcChannel, stop: threading.Event) -> None:
+        waiting = dict(self.places)
+        while waiting:
+            awaited = self.held.wanted
+            epoch = self.held.newest_epoch
+            waits = any(shard_id in awaited for shard_id in waiting)
+            request = PullRequest(
+                sender=self.sender,
+                role=ROLE_WORKER,
+                epoch=epoch,
+                codec=self.codec,  # type: ignore[arg-type]
+                wait_milliseconds=round(self.poll.call_seconds * 1000) if waits else 0,
+            )
+            num_bytes = 0
+            for shard_id, place in waiting.items():
+                request.wants.add(
+                    shard_id=shard_id, held_version=-1, min_version=awaited.get(shard_id, 0), ids=place.ids.tobytes()
+                )
+                num_bytes += 8 * place.ids.size + self.codec.max_bytes(place.ids.size * place.rows.shape[1])
+
+            def take(reply: Parameters, payload: Payload, waiting: dict[int, _Place] = waiting) -> bool:
+                place = waiting.get(reply.shard_id)
+                if place is None or payload is None:
+                    raise LinkLost(f"rows of shard {reply.shard_id} came, which were not asked for")
+                self._take(reply, payload, place)
+                del waiting[reply.shard_id]
+                return False
+
+            parts = Parts([(request, b"")], request.wait_milliseconds / 1000 + call_seconds(num_bytes), waits=waits)
+            try:
+                self.connection.round(channel, "Pull", parts, take)
+            except WaitTimedOut as unanswered:
+                self.poll.go_on(unanswered, stop=stop)
+
+    def _take(self, reply: Parameters, payload: memoryview | Incoming, place: _Place) -> None:
+        count = place.ids.size * place.rows.shape[1]
+        if payload.nbytes != self.codec.max_bytes(count):
+            raise WrongSize(f"{payload.nbytes} bytes of rows of shard {reply.shard_id}; expected {count} numbers.")
+        if isinstance(payload, Incoming):
+            buffer = np.empty(payload.nbytes, np.uint8).data
+            payload.receive(buffer)
+            payload = buffer
+        if reply.epoch != self.held.epoch:
+            self.held.enter_epoch(reply.epoch)
+            self.connection.epoch = max(self.connection.epoch, reply.epoch)
+        place.write(reply.shard_id, reply.version, self.codec.decode(payload, count))
+        self.held.versions[reply.shard_id] = max(reply.version, self.held.versions[reply.shard_id])
+
+
+@dataclass(eq=False)
+class _Push:
+    """Pushes rows to one server; after a loss it sends again what has no receipt."""
+
+    connection: Connection
+    held: Held
+    sequence: int
+    messages: Sequence[tuple[PushRequest, memoryview]]
+    kept: KeptPushes | None
+    receipts: dict[int, Receipt] = field(default_factory=dict)
+
+    def __call__(self, channel: GrpcChannel, stop: threading.Event) -> list[Receipt]:
+        kept, waiting = self.kept, {m.shard_id: (m, p) for m, p in self.messages if m.shard_id not in self.receipts}
+        if not waiting:
+            return [*self.receipts.values()]
+        epoch = waiting[next(iter(waiting))][0].epoch
+        if kept is not None and kept.epoch != epoch:
+            kept.await_rounds(channel, stop, waiting, epoch=kept.epoch)
+            for shard_id, (message, _) in waiting.items():
+                message.epoch, message.resent_staleness = kept.epoch, kept.staleness(shard_id)
+            epoch = kept.epoch
+
+        def take(receipt: Receipt, _: Payload) -> bool:
+            if receipt.sequence == self.sequence and receipt.shard_id in waiting:
+                message, payload = waiting[receipt.shard_id]
+                if kept is not None:
+                    keeps = kept.keeps and receipt.outcome != OUTCOME_REJECTED and message.num_rows > 0
+                    kept.note(receipt, epoch=epoch, message=message if keeps else None, payload=payload)
+                    receipt.epoch = epoch
+                del waiting[receipt.shard_id]
+                self.receipts[receipt.shard_id] = receipt
+                self._note(receipt)
+            return not waiting
+
+        num_bytes = sum(payload.nbytes for _, payload in waiting.values())
+        before = len(self.receipts)
+        try:
+            self.connection.round(channel, "Push", Parts(list(waiting.values()), call_seconds(num_bytes)), take)
+        except LinkLost as lost:
+            lost.answered = len(self.receipts) - before
+            raise
+        if waiting:
+            raise LinkLost(f"{len(waiting)} shards were left without a receipt")
+        return [*self.receipts.values()]
+
+    def _note(self, receipt: Receipt) -> None:
+        version = receipt.min_version
+        if receipt.reason in OUTDATED:
+            version = max(version, receipt.version_before)
+            logger.warning("a push to a table was not taken: %s", receipt.message)
+        self.held.want(receipt.shard_id, version, epoch=receipt.epoch)
+        self.held.versions[receipt.shard_id] = max(receipt.version_after, self.held.versions[receipt.shard_id])
+
+
+class RowCache:
+    """Rows of a table that the worker keeps, each as long as it is not too many versions old.
+
+    An id has one place, so two ids may put each other out.
+    """
+
+    def __init__(self, tables: Tables, name: str, *, rows_max: int, versions_max: int) -> None:
+        self._tables, self._name, self._versions_max = tables, name, versions_max
+        self._ids = np.zeros(rows_max, np.int64)
+        self._rows = np.empty((rows_max, tables.dims[name]), np.float32)
+        # Of an empty place less than any.
+        self._versions = np.full(rows_max, -(2**62), np.int64)
+        self._epochs: tuple[int, ...] = ()
+
+    def look(self, ids: Ids) -> tuple[npt.NDArray[np.bool_], Rows, dict[int, int]]:
+        """Return which rows are here, a row for each id with those filled in, and by shard their oldest version."""
+        if self._tables.epochs != self._epochs:
+            self._versions[:], self._epochs = -(2**62), self._tables.epochs
+        places, oldest = self._places(ids), dict[int, int]()
+        versions = self._versions[places]
+        found = (self._ids[places] == ids) & (versions >= self._tables.newest(self._name, ids) - self._versions_max)
+        rows = np.empty((ids.size, self._rows.shape[1]), np.float32)
+        rows[found] = self._rows[places[found]]
+        buckets = self._tables.buckets(self._name, ids)[found]
+        for bucket in np.unique(buckets).tolist():
+            oldest[self._tables.shard_ids(self._name)[bucket]] = int(versions[found][buckets == bucket].min())
+        return found, rows, oldest
+
+    def put(self, ids: Ids, rows: Rows, versions: Mapping[int, int]) -> None:
+        """Keep rows as of the versions of their shards."""
+        places = self._places(ids)
+        of_shards = np.array([versions.get(shard_id, -1) for shard_id in self._tables.shard_ids(self._name)], np.int64)
+        self._ids[places], self._rows[places] = ids, rows
+        self._versions[places] = of_shards[self._tables.buckets(self._name, ids)]
+
+    def _places(self, ids: Ids) -> npt.NDArray[np.intp]:
+        return bucket_of(ids, self._ids.size, salt=0x9E3779B97F4A7C15).astype(np.intp)
+
+
+def _payload(given: Gradients, index: npt.NDArray[np.intp] | None, codec: Codec) -> memoryview:
+    ids, rows = (given.ids, given.rows) if index is None else (given.ids[index], given.rows[index])
+    numbers = np.ascontiguousarray(rows, np.float32).reshape(-1)
+    if codec.dtype == np.float32:
+        return memoryview(ids.tobytes() + numbers.tobytes())
+    return memoryview(ids.tobytes() + bytes(codec.encode(numbers)))
+
+
+def merged(parts: Iterable[tuple[Ids, Rows]], dim: int) -> tuple[Ids, Rows]:
+    """Return the ids of all parts, ascending, each once, and the sum of their rows."""
+    parts = [part for part in parts if part[0].size]
+    if not parts:
+        return np.empty(0, np.int64), np.empty((0, dim), np.float32)
+    if len(parts) == 1:
+        return parts[0]
+    ids, inverse = np.unique(np.concatenate([ids for ids, _ in parts]), return_inverse=True)
+    rows = np.zeros((ids.size, dim), np.float32)
+    np.add.at(rows, inverse, np.concatenate([rows for _, rows in parts]))
+    return ids, rows
+
+
+def require_ids(ids: Any, *, table: str) -> Ids:
+    """Return the ids as a numpy array of int64; raise InvalidArgument for others."""
+    array = np.asarray(ids)
+    if array.dtype.kind not in "iu" or array.dtype == np.uint64:
+        raise InvalidArgument(f"Ids of table {table!r} are of type {array.dtype}; expected int64.")
+    return array.astype(np.int64, copy=False)

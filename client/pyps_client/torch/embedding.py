@@ -1,0 +1,215 @@
+"""An embedding table whose rows lie on the servers and come to be by their first updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from pyps_client.join import model_of_run
+from pyps_client.launch import LOCAL, Launch
+from pyps_client.tables import Gradients, Pulled, RowCache, Tables, merged, require_ids
+from pyps_client.vectors import FiniteGuard
+from pyps_wire.errors import InvalidArgument
+from pyps_wire.partition import Model, Tensor
+from pyps_wire.rows import Ids
+
+# Settings that the servers have besides those of the rule.
+_RULES = {"sgd", "adagrad", "rowwise_adagrad", "adam"}
+
+
+class Embedding(torch.nn.Module):
+    """A table of rows by int64 id, without a size: ids need not be known before.
+
+    It has no parameters of its own. RemoteOptimizer finds it in its model and pushes its gradients in each `step`;
+    until then `forward` brings rows from the servers. Ids are made unique before the wire, and gradients of one id are
+    summed.
+
+        users = pyps_client.Embedding("users", dim=64, optimizer="rowwise_adagrad", lr=0.05)
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dim: int,
+        *,
+        optimizer: str = "rowwise_adagrad",
+        lr: float = 0.01,
+        seed: int = 0,
+        scale: float = 0.01,
+        bfloat16: bool = False,
+        max_norm: float = 0.0,
+        min_count: int = 1,
+        ttl: int = 0,
+        capacity: int = 0,
+        cache_rows: int = 0,
+        cache_versions: int = 0,
+        **settings: float,
+    ) -> None:
+        """`name`: the table's, unique in the model. `dim`: the numbers in a row, 1,024 at most.
+
+        `optimizer`: the rule of its rows on the servers: "sgd", "adagrad", "rowwise_adagrad" or "adam", with `lr` and
+        its other `settings` (eps, weight_decay, beta1, ...). Weight decay acts on the rows of an update.
+        `seed`, `scale`: a row begins uniform in [-scale, scale), by a hash of seed and id.
+        `bfloat16`: rows lie in bfloat16 on the servers, rounded at random; slots in float32.
+        `max_norm`: rows are scaled down to it after an update; 0 for no bound.
+        `min_count`: an id becomes a row with so many updates; the gradients before are dropped.
+        `ttl`: a row without an update in so many versions of its shard is dropped; 0 for never.
+        `capacity`: the most rows; for more the one updated longest ago is dropped. 0 for no bound.
+        `cache_rows`: how many rows the worker keeps; `cache_versions`: how many versions old they may become.
+
+        Raises InvalidArgument for settings that no table can have.
+        """
+        super().__init__()
+        if not (isinstance(dim, int) and 1 <= dim <= 1024):
+            raise InvalidArgument(f"Table {name!r} has dim={dim!r}; expected a number from 1 to 1024.")
+        if not name or not name.isprintable():
+            raise InvalidArgument(f"A table is named {name!r}; expected printable characters.")
+        if optimizer not in _RULES:
+            raise InvalidArgument(
+                f"Table {name!r} has optimizer={optimizer!r}; expected one of {', '.join(sorted(_RULES))}."
+            )
+        self.name, self.dim = name, dim
+        numbers = {"learning_rate": lr, **settings, "seed": seed, "scale": scale, "max_norm": max_norm}
+        numbers |= {"min_count": min_count, "ttl": ttl, "capacity": capacity}
+        described = ",".join(f"{key}={value!r}" for key, value in numbers.items())
+        self._spec = f"{optimizer}:{described}" + (",bfloat16=true" if bfloat16 else "")
+        self._tables: Tables | None = None
+        self._cache_rows, self._cache_versions = cache_rows, cache_versions
+        self._cache: RowCache | None = None
+        # What the script looked up since the last step: ids, their rows and the versions of these.
+        self._batches: list[tuple[Ids, torch.Tensor, dict[int, int]]] = []
+        self._prefetched: dict[bytes, Callable[[], Pulled]] = {}
+
+    def extra_repr(self) -> str:
+        return f"{self.name!r}, dim={self.dim}, {self._spec}"
+
+    def tensor(self, num_shards: int, *, group: int) -> Tensor:
+        """Return the table's entry in the run's model."""
+        return Tensor(self.name, (num_shards, self.dim), group, table=self._spec)
+
+    def bind(self, tables: Tables) -> None:
+        """Let the rows come from these tables, once the run is joined."""
+        self._tables = tables
+        if self._cache_rows:
+            rows_max, versions_max = self._cache_rows, self._cache_versions
+            self._cache = RowCache(tables, self.name, rows_max=rows_max, versions_max=versions_max)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of ids, of any shape: (*ids.shape, dim)."""
+        inverse, rows = self._rows(ids)
+        return F.embedding(inverse, rows)
+
+    def bag(self, ids: torch.Tensor, offsets: torch.Tensor | None = None, mode: str = "sum") -> torch.Tensor:
+        """Return the "sum" or "mean" of the rows of each bag, (bags, dim): as nn.EmbeddingBag does."""
+        if mode not in ("sum", "mean"):
+            raise InvalidArgument(f"mode is {mode!r}; expected 'sum' or 'mean'.")
+        inverse, rows = self._rows(ids)
+        return F.embedding_bag(inverse, rows, offsets, mode=mode)
+
+    def prefetch(self, ids: torch.Tensor) -> None:
+        """Bring the rows of these ids beside the computation, for the `forward` with the same ids."""
+        unique, _ = self._unique(ids)
+        self._prefetched[unique.tobytes()] = self._asked(unique, beside=True)
+
+    def take_gradients(self) -> Gradients | None:
+        """Return the summed gradients of what was looked up since the last call; None for none."""
+        batches, self._batches = self._batches, []
+        used = [(ids, rows.grad, versions) for ids, rows, versions in batches if rows.grad is not None]
+        if not used:
+            return None
+        parts = [(ids, gradient.detach().to("cpu", torch.float32).numpy()) for ids, gradient, _ in used]
+        ids, rows = merged(parts, self.dim)
+        versions = {shard: min(each.get(shard, version) for *_, each in used) for shard, version in used[0][2].items()}
+        for *_, each in used:
+            versions |= {shard: version for shard, version in each.items() if shard not in versions}
+        return Gradients(ids, rows, versions)
+
+    def _unique(self, ids: torch.Tensor) -> tuple[Ids, torch.Tensor]:
+        if not isinstance(ids, torch.Tensor):
+            raise InvalidArgument(f"Ids of table {self.name!r} are a {type(ids).__name__}; expected a torch.Tensor.")
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise InvalidArgument(f"Ids of table {self.name!r} are of type {ids.dtype}; expected torch.int64.")
+        unique, inverse = np.unique(require_ids(ids.detach().cpu().numpy(), table=self.name), return_inverse=True)
+        return unique, torch.from_numpy(inverse.reshape(ids.shape)).to(ids.device)
+
+    def _rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        unique, inverse = self._unique(ids)
+        waited = self._prefetched.pop(unique.tobytes(), None) or self._asked(unique, beside=False)
+        found, versions = waited()
+        rows = torch.from_numpy(found).to(ids.device).requires_grad_(torch.is_grad_enabled())
+        if rows.requires_grad:
+            self._batches.append((unique, rows, versions))
+        return inverse, rows
+
+    def _asked(self, unique: Ids, *, beside: bool) -> Callable[[], Pulled]:
+        """Ask for rows, on a thread where it is to be `beside`; return what waits for them."""
+        tables, cache = self._of_run(), self._cache
+        if cache is None:
+            return self._pulled(tables, unique, beside=beside)
+        found, rows, versions = cache.look(unique)
+        missing = unique[~found]
+        wait = self._pulled(tables, missing, beside=beside)
+
+        def joined() -> Pulled:
+            more, newer = wait()
+            rows[~found] = more
+            cache.put(missing, more, newer)
+            return rows, {**newer, **{shard: min(at, newer.get(shard, at)) for shard, at in versions.items()}}
+
+        return joined
+
+    def _pulled(self, tables: Tables, ids: Ids, *, beside: bool) -> Callable[[], Pulled]:
+        if beside:
+            return tables.prefetch(self.name, ids).result
+        return lambda: tables.pull({self.name: ids})[self.name]
+
+    def _of_run(self) -> Tables:
+        if self._tables is None:
+            raise InvalidArgument(
+                f"Table {self.name!r} is of no run yet: make RemoteOptimizer(model, ...) of a model that has it before "
+                "its first forward pass."
+            )
+        return self._tables
+
+
+def tables_of(module: torch.nn.Module) -> list[Embedding]:
+    """Return a module's tables; raise InvalidArgument for two of one name."""
+    found = [part for part in module.modules() if isinstance(part, Embedding)]
+    names = [table.name for table in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InvalidArgument(f"Two tables are named {twice!r}: give each of a model's tables a name of its own.")
+    return found
+
+
+def with_tables(model: Model, tables: Sequence[Embedding], launch: Launch) -> Model:
+    """Return the model with the tables behind its parameters, in as many shards as in the run, or a shard a server."""
+    if not tables:
+        return model
+    # A server of its own has no run yet.
+    run = None if LOCAL in launch.servers else model_of_run(launch)
+    known = {tensor.name: tensor.shape[0] for tensor in run.tables.values()} if run is not None else {}
+    entries = [
+        table.tensor(known.get(table.name, len(launch.servers)), group=group)
+        for group, table in enumerate(tables, model.num_groups)
+    ]
+    return replace(model, tensors=(*model.tensors, *entries))
+
+
+def push(tables: Iterable[Embedding], of_run: Tables, finite: FiniteGuard, *, clock: int, example_count: int) -> None:
+    """Push the gradients of all tables; of none where one is not finite, which `finite` counts."""
+    gradients = {table.name: given for table in tables if (given := table.take_gradients()) is not None}
+    for name, given in gradients.items():
+        wrong = np.argwhere(~np.isfinite(given.rows))
+        if wrong.size:
+            row, column = wrong[0]
+            finite.skipped(f"table {name!r}", (int(given.ids[row]), int(column)), float(given.rows[row, column]))
+            gradients = {}
+            break
+    else:
+        finite.passed()
+    of_run.push(gradients, clock=clock, example_count=example_count)

@@ -1,0 +1,213 @@
+"""Tables of rows on real servers: what workers train, and what becomes of it when servers end."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+from client_support import addresses
+from pyps.cli.main import app
+from pyps.storage.checkpoint_set import convert
+from pyps.storage.replay import log_paths, replay
+from pyps_client import Embedding, Launch, RemoteOptimizer
+from pyps_wire.errors import InvalidArgument, ModelMismatch, NoRoom, NotFinite
+from support import inspect, status_of
+
+DIM = 8
+
+
+class Net(torch.nn.Module):
+    def __init__(self, **table):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = Embedding("users", DIM, **table)
+        self.linear = torch.nn.Linear(DIM, 1)
+
+    def forward(self, ids, offsets):
+        return self.linear(self.rows.bag(ids, offsets, mode="mean")).squeeze(1)
+
+
+def bags(seed, count=30, ids_max=2**62):
+    random = np.random.default_rng(seed)
+    known = random.integers(-ids_max, ids_max, 40)
+    for _ in range(count):
+        ids, offsets = torch.from_numpy(random.choice(known, 20)), torch.arange(0, 20, 4)
+        yield ids, offsets, torch.from_numpy(random.normal(size=5).astype(np.float32))
+
+
+def step(model, optimizer, batch):
+    ids, offsets, targets = batch
+    optimizer.zero_grad()
+    loss = (model(ids, offsets) - targets).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+class Twin(torch.nn.Module):
+    """The same model with all rows in memory."""
+
+    def __init__(self, model, ids):
+        super().__init__()
+        self.places = {id: place for place, id in enumerate(ids.tolist())}
+        with torch.no_grad():
+            self.weight = torch.nn.Parameter(model.rows(ids).clone())
+        self.linear = torch.nn.Linear(DIM, 1)
+        self.linear.load_state_dict(model.linear.state_dict())
+
+    def forward(self, ids, offsets):
+        places = torch.tensor([self.places[id] for id in ids.tolist()])
+        return self.linear(torch.nn.functional.embedding_bag(places, self.weight, offsets, mode="mean")).squeeze(1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "settings", "make"),
+    [
+        ("sgd", {"lr": 0.1}, lambda p: torch.optim.SGD(p, lr=0.1)),
+        ("adagrad", {"lr": 0.1, "eps": 1e-10}, lambda p: torch.optim.Adagrad(p, lr=0.1)),
+    ],
+)
+def test_one_worker_trains_rows_as_torch_does(start_server, rule, settings, make):
+    servers = [start_server() for _ in range(2)]
+    model, batches = Net(optimizer=rule, **settings), list(bags(1))
+    with RemoteOptimizer(model, torch.optim.SGD(model.linear.parameters(), lr=0.1), addresses(servers)) as optimizer:
+        optimizer.join()
+        ids = torch.unique(torch.cat([ids for ids, _, _ in batches]))
+        twin = Twin(model, ids)
+        local = [make([twin.weight]), torch.optim.SGD(twin.linear.parameters(), lr=0.1)]
+        for batch in batches:
+            mine = step(model, optimizer, batch)
+            for each in local:
+                each.zero_grad()
+            loss = (twin(*batch[:2]) - batch[2]).square().mean()
+            loss.backward()
+            for each in local:
+                each.step()
+            assert mine == pytest.approx(loss.item(), rel=1e-4)
+        with torch.no_grad():
+            np.testing.assert_allclose(model.rows(ids).numpy(), twin.weight.detach().numpy(), rtol=1e-4, atol=1e-6)
+
+
+def trained(servers, batches, *, between=lambda number: None, **table):
+    """Train one worker, and return all rows of the ids."""
+    model = Net(optimizer="rowwise_adagrad", lr=0.1, **table)
+    with RemoteOptimizer(model, torch.optim.SGD(model.linear.parameters(), lr=0.1), servers) as optimizer:
+        for number, batch in enumerate(batches):
+            between(number)
+            step(model, optimizer, batch)
+        with torch.no_grad():
+            ids = torch.unique(torch.cat([ids for ids, _, _ in batches]))
+            return model.rows(ids).numpy().copy()
+
+
+@pytest.mark.parametrize("protocol", ["async", "hardsync"])
+def test_rows_have_the_bits_of_a_run_without_crashes(start_server, crashing, protocol):
+    batches, flags = list(bags(2)), ("--protocol", protocol)
+    expected = trained(start_server(*flags).data, batches)
+    doomed = crashing(*flags)
+    events = {5: doomed.save, 9: doomed.crash, 13: doomed.crash, 17: doomed.save, 19: doomed.crash}
+    found = trained(doomed.server.data, batches, between=lambda number: events.get(number, lambda: None)())
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_rows_are_the_same_on_another_number_of_servers(start_server, tmp_path):
+    batches = list(bags(3))
+    servers = [start_server("--checkpoint-dir", str(tmp_path / f"server-{index}")) for index in range(2)]
+    expected = trained(addresses(servers), batches)
+    for server in servers:
+        inspect(server.control, "SaveCheckpoint")
+        server.stop()
+    for index, checkpoint in enumerate(convert([tmp_path], tmp_path / "three", num_servers=3)):
+        assert checkpoint.header.server_index == index
+    restored = [
+        start_server("--checkpoint-dir", str(tmp_path / "three" / f"server-{index}"), "--resume") for index in range(3)
+    ]
+    model = Net(optimizer="rowwise_adagrad", lr=0.1)
+    launch = Launch(servers=addresses(restored), run_id=status_of(restored[0]).run_id)
+    dense = torch.optim.SGD(model.linear.parameters(), lr=0.1)
+    with RemoteOptimizer(model, dense, launch=launch) as optimizer:
+        optimizer.join()
+        ids = torch.unique(torch.cat([ids for ids, _, _ in batches]))
+        with torch.no_grad():
+            np.testing.assert_array_equal(model.rows(ids).numpy(), expected)
+
+
+@pytest.mark.parametrize("protocol", ["async", "hardsync", "ssp:s=1"])
+def test_workers_train_one_table(start_server, protocol):
+    server, batches = start_server("--protocol", protocol, "--expected-workers", "2"), list(bags(4, count=12))
+
+    def worker(index):
+        launch = Launch(servers=server.data, worker_id=f"worker-{index}", worker_index=index, transport="tcp")
+        model = Net(optimizer="sgd", lr=0.05)
+        dense = torch.optim.SGD(model.linear.parameters(), lr=0.05)
+        with RemoteOptimizer(model, dense, launch=launch) as optimizer:
+            return [step(model, optimizer, batch) for batch in batches[index::2]]
+
+    with ThreadPoolExecutor(2) as pool:
+        for losses in pool.map(worker, range(2)):
+            assert np.isfinite(losses).all()
+    versions = {shard.version for shard in inspect(server.control, "ListShards").shards}
+    assert versions == {6 if protocol == "hardsync" else 12}
+
+
+def test_what_no_table_can_take_is_refused_with_its_name(start_server):
+    server = start_server("--max-table-bytes", str(2**20))
+    model = Net(optimizer="sgd", lr=0.1)
+    with RemoteOptimizer(model, torch.optim.SGD(model.linear.parameters(), lr=0.1), server.data) as optimizer:
+        optimizer.join()
+        with pytest.raises(InvalidArgument, match=r"table 'users' are of type torch.float32; expected torch.int64"):
+            model.rows(torch.ones(3))
+        other = Net(optimizer="adagrad", lr=0.1)
+        with pytest.raises(ModelMismatch, match=r"table 'users' is sgd:.* in the run, but adagrad:"):
+            RemoteOptimizer(
+                other,
+                torch.optim.SGD(other.linear.parameters(), lr=0.1),
+                launch=Launch(servers=server.data, worker_id="other", run_id=status_of(server).run_id),
+            ).join()
+        with pytest.raises(NotFinite, match=r"table 'users'\[5, 0\] is nan; 10 gradients in a row"):
+            for _ in range(10):
+                optimizer.zero_grad()
+                (model.rows(torch.tensor([5, 7])).sum() * float("nan")).backward()
+                optimizer.step()
+        with pytest.raises(NoRoom, match=r"table 'users' would grow to \d+ bytes .* raise --max-table-bytes"):
+            model.rows(torch.arange(100_000)).sum().backward()
+            optimizer.step()
+
+
+def test_a_log_replays_to_the_same_rows(start_server, tmp_path):
+    server = start_server("--update-log", str(tmp_path), "--log-gradients")
+    trained(server.data, list(bags(5, count=6)), min_count=2)
+    server.stop()
+    found = [replay(path) for path in log_paths(tmp_path)]
+    assert [(each.difference, each.ended) for each in found] == [("", True)] * 2
+
+
+def test_an_export_has_ids_and_rows(start_server, tmp_path):
+    server, batches = start_server("--checkpoint-dir", str(tmp_path)), list(bags(6, count=5))
+    rows = trained(server.data, batches, bfloat16=True)
+    server.stop()
+    file = tmp_path / "model.safetensors"
+    assert CliRunner().invoke(app, ["export", str(file), "--checkpoint", str(tmp_path)]).exit_code == 0
+    exported = load_file(file)
+    np.testing.assert_array_equal(exported["users.ids"], np.unique(np.concatenate([ids for ids, _, _ in batches])))
+    np.testing.assert_array_equal(exported["users.rows"], rows)
+
+
+def test_a_cache_brings_the_same_rows_where_they_may_not_be_older(start_server):
+    servers, batches = [start_server(), start_server()], list(bags(7))
+    expected = trained(addresses([start_server(), start_server()]), batches)
+    np.testing.assert_array_equal(trained(addresses(servers), batches, cache_rows=64), expected)
+    tables = [shard.table for server in servers for shard in inspect(server.control, "ListShards").shards]
+    assert sum(table.lookups for table in tables) > 0
+
+
+def test_rows_that_may_be_older_are_asked_for_less_often(start_server):
+    counts = []
+    for versions in (0, 5):
+        server = start_server()
+        trained(server.data, list(bags(8)), cache_rows=4096, cache_versions=versions)
+        counts.append(sum(shard.table.lookups for shard in inspect(server.control, "ListShards").shards))
+    assert counts[1] < 0.6 * counts[0]
