@@ -28,6 +28,7 @@ CLIENT_FLOORS = (
             "transport launch",
             "leave run_state early_shards",
             "kept push pull join lease",
+            "tables",
             "worker",
             "data arrays",
         )
