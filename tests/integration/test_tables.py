@@ -14,7 +14,7 @@ from pyps.storage.checkpoint_set import convert
 from pyps.storage.replay import log_paths, replay
 from pyps_client import Embedding, Launch, RemoteOptimizer
 from pyps_wire.errors import InvalidArgument, ModelMismatch, NoRoom, NotFinite
-from support import inspect, status_of
+from support import inspect, shell, status_of
 
 DIM = 8
 
@@ -211,3 +211,18 @@ def test_rows_that_may_be_older_are_asked_for_less_often(start_server):
         trained(server.data, list(bags(8)), cache_rows=4096, cache_versions=versions)
         counts.append(sum(shard.table.lookups for shard in inspect(server.control, "ListShards").shards))
     assert counts[1] < 0.6 * counts[0]
+
+
+def test_a_standby_goes_on_with_the_same_rows(start_server):
+    batches, quick = list(bags(9)), ("--heartbeat-seconds", "0.1")
+    expected = trained(start_server().data, batches)
+    primary = start_server(*quick)
+
+    def between(number):
+        if number == 8:
+            standby = start_server("--standby-of", primary.data, "--standby-lease-seconds", "2", *quick)
+            standby.wait_for_output("all shards are here")
+        if number == 20:
+            shell("drain", "--servers", primary.control)
+
+    np.testing.assert_array_equal(trained(primary.data, batches, between=between), expected)
