@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from typer.testing import CliRunner
 
 from client_support import addresses
-from pyps.cli.main import app
 from pyps.storage.checkpoint_set import convert
 from pyps.storage.replay import log_paths, replay
 from pyps_client import Embedding, Launch, RemoteOptimizer
@@ -190,7 +188,7 @@ def test_an_export_has_ids_and_rows(start_server, tmp_path):
     rows = trained(server.data, batches, bfloat16=True)
     server.stop()
     file = tmp_path / "model.safetensors"
-    assert CliRunner().invoke(app, ["export", str(file), "--checkpoint", str(tmp_path)]).exit_code == 0
+    shell("export", str(file), "--checkpoint", str(tmp_path))
     exported = load_file(file)
     np.testing.assert_array_equal(exported["users.ids"], np.unique(np.concatenate([ids for ids, _, _ in batches])))
     np.testing.assert_array_equal(exported["users.rows"], rows)
