@@ -97,7 +97,7 @@ class FollowedShards:
                 shard.configure(behaviour=behaviour, learning_rate=line["learning_rate"], roster=roster)
             case "checksum" if shard.has_rows:
                 # A digest of rows reads all of them.
-                return shard.version == line["version"]
+                return bool(shard.version == line["version"])
             case "checksum":
                 present = shard.read(lambda version, values: (version, quick_checksum_of(values)))
                 return present == (line["version"], line["checksum"])
