@@ -341,10 +341,10 @@ class Shard:
             parked = self._parked.take_all()
         wake_all(parked)
 
-    def state(self) -> ShardState:
-        """Return a copy of everything that a restored shard needs."""
+    def state(self, *, rows_after: int = 0) -> ShardState:
+        """Return a copy of everything that a restored shard needs; of rows, those updated after this version."""
         with self._lock:
-            return self._state(aligned_copy)
+            return self._state(aligned_copy, rows_after)
 
     def given_up(self) -> ShardState:
         """Return the same without a copy, for another shard that takes the arrays over: this one ends with it."""
@@ -360,7 +360,7 @@ class Shard:
 
     # What follows is called under the lock.
 
-    def _state(self, take: Callable[[Floats], Floats]) -> ShardState:
+    def _state(self, take: Callable[[Floats], Floats], rows_after: int = 0) -> ShardState:
         return ShardState(
             version=self.version,
             parameters=take(self._parameters),

@@ -50,6 +50,14 @@ class Rows(NamedTuple):
     candidate_versions: npt.NDArray[np.uint64]
     candidate_counts: npt.NDArray[np.uint32]
 
+    def updated_by(self, newer: Rows, *, num_rows: int) -> Rows:
+        """Return the table's `num_rows` rows once these were updated since: what was dropped was the oldest."""
+        kept = ~np.isin(self.ids, newer.ids)
+        first = int(kept.sum()) + newer.ids.size - num_rows
+        of_rows = ("ids", "versions", "parameters", "slots")
+        joined = {each: np.concatenate([getattr(self, each)[kept], getattr(newer, each)])[first:] for each in of_rows}
+        return newer._replace(**joined)
+
 
 @dataclass(frozen=True, slots=True)
 class ShardState:
@@ -67,8 +75,9 @@ class ShardState:
     learning_rate: float | None = None
     # The momentum; None where the rule has none.
     momentum: float | None = None
-    # A table's, which has no parameters and slots beside.
+    # A table's, which has no parameters and slots beside; `num_rows` is how many it has where only some are here.
     rows: Rows | None = None
+    num_rows: int = 0
 
 
 class Follower(Listener, Protocol):
@@ -171,7 +180,7 @@ class Store(Protocol):
 
     def finish(self) -> None: ...
 
-    def state(self) -> ShardState: ...
+    def state(self, *, rows_after: int = 0) -> ShardState: ...
 
 
 class PendingBudget:

@@ -275,10 +275,11 @@ class TableShard(Shard):
     def _bring(self, *_: Any, **__: Any) -> None:
         """Bring nothing: a push does not say which rows its worker wants."""
 
-    def _state(self, take: Callable[..., Any]) -> ShardState:
-        rows, candidates = self._table.dump(0, 0, ROWS_MAX), self._table.dump(0, 0, ROWS_MAX, candidates=True)
+    def _state(self, take: Callable[..., Any], rows_after: int = 0) -> ShardState:
+        rows, candidates = self._table.dump(rows_after, 0, ROWS_MAX), self._table.dump(0, 0, ROWS_MAX, candidates=True)
         counted: Any = candidates[2]
-        return replace(super()._state(take), rows=Rows(*rows[:4], *candidates[:2], counted))
+        num_rows = self._table.stats()["rows"]
+        return replace(super()._state(take), rows=Rows(*rows[:4], *candidates[:2], counted), num_rows=num_rows)
 
 
 class LoggedTable(TableShard, LoggedShard):  # type: ignore[misc]

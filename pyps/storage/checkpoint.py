@@ -4,7 +4,8 @@ checkpoint-00000007.json                          the manifest, written last: th
 shards/shard-000012.epoch-3.version-70.00000006   a shard's state (`shard_file.py`), as checkpoint 6 wrote it
 shards/positions.00000006                         where the workers' data stood (`position_file.py`), likewise
 
-A file is never changed, and what has not moved is not written again: later checkpoints name the same file.
+A file is never changed, and what has not moved is not written again: later checkpoints name the same file. A table's
+file may have only the rows that were updated since an earlier file, which the manifest names with it.
 
 The gradient at the accepted point and the history are what a restarted coordinator cannot compute again. The accepted
 point itself is the shards' parameters here.
@@ -55,6 +56,15 @@ class CheckpointDamaged(CheckpointError):
     status = "DATA_LOSS"
 
 
+class FileEntry(NamedTuple):
+    """What a manifest says of a file."""
+
+    file: str
+    num_bytes: int
+    # CRC-32 of the file.
+    checksum: int
+
+
 class ShardEntry(NamedTuple):
     """What a manifest says of a shard."""
 
@@ -62,16 +72,13 @@ class ShardEntry(NamedTuple):
     version: int
     file: str
     num_bytes: int
-    # CRC-32 of the file.
     checksum: int
+    # Of a table: the first one has all rows then, each other one those updated since the one before, and so has `file`.
+    earlier: tuple[FileEntry, ...] = ()
 
-
-class PositionsEntry(NamedTuple):
-    """What a manifest says of the file of positions."""
-
-    file: str
-    num_bytes: int
-    checksum: int
+    @property
+    def files(self) -> list[FileEntry]:
+        return [*self.earlier, FileEntry(*self[2:5])]
 
 
 class Checkpoint:
@@ -118,8 +125,8 @@ class Checkpoint:
         return sum(entry.num_bytes for entry in self._files)
 
     @property
-    def _files(self) -> list[ShardEntry | PositionsEntry]:
-        return [*self.shards.values(), *([] if self._positions is None else [self._positions])]
+    def _files(self) -> list[FileEntry]:
+        return _files(self.shards.values(), self._positions)
 
     def require_files(self) -> None:
         """Raise CheckpointDamaged where a file is missing or has another size; reads none."""
@@ -143,9 +150,15 @@ class Checkpoint:
     def read_shard(self, shard_id: int) -> tuple[ShardState, dict[str, Floats]]:
         """Return a shard's state and a coordinator's vectors, verified. Raises CheckpointDamaged."""
         entry = self.shards[shard_id]
-        path, data = self._read(entry)
+        rows = None
+        for file in entry.files:
+            path, data = self._read(file)
+            with _understanding(path):
+                state, vectors = unpack(data)
+                if rows is not None and state.rows is not None:
+                    state = dataclasses.replace(state, rows=rows.updated_by(state.rows, num_rows=state.num_rows))
+                rows = state.rows
         with _understanding(path):
-            state, vectors = unpack(data)
             sizes = {values.size for values in (state.parameters, *state.slots.values(), *vectors.values())}
             place = self.header.partition.shard(shard_id)
             length = place.length if state.rows is None else 0
@@ -163,7 +176,7 @@ class Checkpoint:
         with _understanding(path):
             return position_file.unpack(data)
 
-    def _read(self, entry: ShardEntry | PositionsEntry) -> tuple[Path, bytes]:
+    def _read(self, entry: FileEntry) -> tuple[Path, bytes]:
         path = self.path.parent / SHARDS / entry.file
         try:
             data = self._disk.read(path)
@@ -186,7 +199,11 @@ def files_of(path: Path, disk: Disk) -> set[str]:
     """Return the names of the files that a checkpoint needs. Raises CheckpointDamaged."""
     with _understanding(path):
         shards, positions = _entries(_read_manifest(path, disk))
-        return {entry.file for entry in shards} | (set() if positions is None else {positions.file})
+        return {entry.file for entry in _files(shards, positions)}
+
+
+def _files(shards: Iterable[ShardEntry], positions: FileEntry | None) -> list[FileEntry]:
+    return [*(file for entry in shards for file in entry.files), *([] if positions is None else [positions])]
 
 
 @contextlib.contextmanager
@@ -212,12 +229,16 @@ def _require_texts(*texts: str) -> None:
             raise TypeError(f"{text!r:.50}, expected a text")
 
 
-def _entries(manifest: Mapping[str, Any]) -> tuple[list[ShardEntry], PositionsEntry | None]:
-    shards = [ShardEntry(**entry) for entry in manifest["shards"]]
-    positions = PositionsEntry(**manifest["positions"]) if "positions" in manifest else None
-    files: list[ShardEntry | PositionsEntry] = [*shards, *([] if positions is None else [positions])]
-    for entry in files:
-        _require_numbers(*(number for name, number in entry._asdict().items() if name != "file"))
+def _entries(manifest: Mapping[str, Any]) -> tuple[list[ShardEntry], FileEntry | None]:
+    shards = [
+        ShardEntry(**{**entry, "earlier": tuple(FileEntry(**file) for file in entry.get("earlier", ()))})
+        for entry in manifest["shards"]
+    ]
+    positions = FileEntry(**manifest["positions"]) if "positions" in manifest else None
+    for shard in shards:
+        _require_numbers(shard.shard_id, shard.version)
+    for entry in _files(shards, positions):
+        _require_numbers(entry.num_bytes, entry.checksum)
         if re.fullmatch(r"[a-z0-9.-]+", entry.file) is None:
             raise ValueError(f"a file {entry.file!r:.50}")
     return shards, positions
@@ -260,7 +281,7 @@ class Writer:
         self._disk = disk
         # Of each shard what was last written, and the `moves` that it had made before.
         self._written: dict[int, tuple[tuple[int, int, int], ShardEntry]] = {}
-        self._positions: PositionsEntry | None = None
+        self._positions: FileEntry | None = None
 
     def forget(self) -> None:
         """Write each shard again, as into a new folder."""
@@ -292,9 +313,16 @@ class Writer:
                 # Read before the copy: a push in between has the shard written once more.
                 moves = (shard.epoch, shard.version, shard.moves)
                 before, entry = self._written.get(shard_id, (None, None))
-                if entry is None or before != moves or machine is not None or sizes.get(entry.file) != entry.num_bytes:
-                    kept = _kept(shard_id, shard.state(), machine)
-                    entry = put_shard(path, shard_id, shard.epoch, *kept, self._disk)
+                files = entry.files if entry is not None else []
+                whole = bool(files) and all(sizes.get(file.file) == file.num_bytes for file in files)
+                if entry is None or before != moves or machine is not None or not whole:
+                    # Files of increments together as large as the first one's rows are worth writing anew.
+                    increments = sum(file.num_bytes for file in files[1:])
+                    same = shard.has_rows and whole and before is not None and before[0] == shard.epoch
+                    earlier = tuple(files) if same and increments < files[0].num_bytes else ()
+                    after = entry.version if entry is not None and earlier else 0
+                    kept = _kept(shard_id, shard.state(rows_after=after), machine)
+                    entry = put_shard(path, shard_id, shard.epoch, *kept, self._disk, earlier=earlier)
                     num_bytes += entry.num_bytes
                 entries.append(entry)
                 written[shard_id] = moves, entry
@@ -322,16 +350,26 @@ def _kept(shard_id: int, state: ShardState, machine: VectorMachine | None) -> tu
 
 
 def put_shard(
-    path: Path, shard_id: int, epoch: int, state: ShardState, vectors: Mapping[str, Floats], disk: Disk
+    path: Path,
+    shard_id: int,
+    epoch: int,
+    state: ShardState,
+    vectors: Mapping[str, Floats],
+    disk: Disk,
+    *,
+    earlier: tuple[FileEntry, ...] = (),
 ) -> ShardEntry:
-    """Write a shard's file for the checkpoint at `path`; return its entry. Raises OSError or MemoryError."""
+    """Write a shard's file for the checkpoint at `path`; return its entry. Raises OSError or MemoryError.
+
+    `earlier`: the files with the rows of a table that the state lacks.
+    """
     number = path.stem.rpartition("-")[2]
     name, checksum = f"shard-{shard_id:06d}.epoch-{epoch}.version-{state.version}.{number}", 0
     buffers = pack(state, vectors)
     for buffer in buffers:
         checksum = zlib.crc32(buffer, checksum)
     disk.put(path.parent / SHARDS / name, buffers)
-    return ShardEntry(shard_id, state.version, name, sum(buffer.nbytes for buffer in buffers), checksum)
+    return ShardEntry(shard_id, state.version, name, sum(buffer.nbytes for buffer in buffers), checksum, earlier)
 
 
 def put_positions(
@@ -339,9 +377,9 @@ def put_positions(
     positions: PositionsState,
     disk: Disk,
     *,
-    before: PositionsEntry | None = None,
+    before: FileEntry | None = None,
     sizes: Mapping[str, int] = MappingProxyType({}),
-) -> PositionsEntry | None:
+) -> FileEntry | None:
     """Write the positions' file for the checkpoint at `path`, unless that `before` is there and holds the same.
 
     Return its entry, None without positions. Raises OSError or MemoryError.
@@ -351,7 +389,7 @@ def put_positions(
     buffers, checksum = position_file.pack(positions), 0
     for buffer in buffers:
         checksum = zlib.crc32(buffer, checksum)
-    entry = PositionsEntry(f"positions.{path.stem.rpartition('-')[2]}", sum(map(len, buffers)), checksum)
+    entry = FileEntry(f"positions.{path.stem.rpartition('-')[2]}", sum(map(len, buffers)), checksum)
     if before is not None and before[1:] == entry[1:] and sizes.get(before.file) == before.num_bytes:
         return before
     disk.put(path.parent / SHARDS / entry.file, buffers)
@@ -366,7 +404,7 @@ def put_manifest(
     *,
     machine: MachineState | None,
     work: Mapping[str, Any] | None,
-    positions: PositionsEntry | None,
+    positions: FileEntry | None,
 ) -> None:
     """Write the manifest once all files that it names are on the disk. Raises OSError or MemoryError."""
     disk.sync_folder(path.parent / SHARDS)
@@ -376,12 +414,19 @@ def put_manifest(
     disk.sync_folder(path.parent)
 
 
+def _plain(entry: ShardEntry) -> dict[str, Any]:
+    plain = entry._asdict()
+    if not plain.pop("earlier"):
+        return plain
+    return {**plain, "earlier": [file._asdict() for file in entry.earlier]}
+
+
 def _manifest(
     header: RunHeader,
     entries: Iterable[ShardEntry],
     machine: MachineState | None,
     work: Mapping[str, Any] | None,
-    positions: PositionsEntry | None,
+    positions: FileEntry | None,
 ) -> bytes:
     manifest = {
         "format": "pyps checkpoint",
@@ -389,7 +434,7 @@ def _manifest(
         "software": f"pyps {__version__}",
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         **header.to_json(),
-        "shards": [entry._asdict() for entry in entries],
+        "shards": [_plain(entry) for entry in entries],
     }
     if machine is not None:
         manifest["vector_machine"] = _machine_entry(machine)

@@ -11,6 +11,7 @@ in the metadata                   "state": the other values and what is said of 
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ _SLOT, _VECTOR, _ROWS = "slot.", "vector.", "rows."
 _TYPES = {"F32": "<f4", "I64": "<i8", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "|u1"}
 _KINDS = {np.dtype(kind): name for name, kind in _TYPES.items()}
 T = TypeVar("T")
-_NUMBERS = ("version", "examples", "learning_rate", "momentum")
+_NUMBERS = ("version", "examples", "learning_rate", "momentum", "num_rows")
 
 
 def pack(state: ShardState, vectors: Mapping[str, Floats] | None = None) -> list[memoryview]:
@@ -45,13 +46,13 @@ def pack(state: ShardState, vectors: Mapping[str, Floats] | None = None) -> list
     }
     header: dict[str, object] = {"__metadata__": {"format": "pyps shard", "state": json.dumps(plain)}}
     end = 0
-    sizes = {**{name: values.size for name, values in arrays.items()}, "ledger": ledger.nbytes}
-    sizes["pending"] = sum(payload.nbytes for payload in payloads)
-    for name, size in sizes.items():
+    shapes = {**{name: values.shape for name, values in arrays.items()}, "ledger": (ledger.nbytes,)}
+    shapes["pending"] = (sum(payload.nbytes for payload in payloads),)
+    for name, shape in shapes.items():
         kind = _KINDS[arrays[name].dtype.newbyteorder("<")] if name in arrays else "U8"
-        width = np.dtype(_TYPES[kind]).itemsize
-        header[name] = {"dtype": kind, "shape": [size], "data_offsets": [end, end + width * size]}
-        end += width * size
+        num_bytes = np.dtype(_TYPES[kind]).itemsize * math.prod(shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + num_bytes]}
+        end += num_bytes
     # The format: the header's length, the header, padded so that values begin at a multiple of 8, then the values.
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -77,9 +78,12 @@ def unpack(data: bytes | memoryview) -> tuple[ShardState, dict[str, Floats]]:
         raise ValueError("a header that is nested too deeply") from None
     plain = json.loads(header.pop("__metadata__")["state"])
     places = {name: view[start:][slice(*tensor["data_offsets"])] for name, tensor in header.items()}
-    arrays = {name: np.frombuffer(place, _TYPES[header[name]["dtype"]]) for name, place in places.items()}
+    arrays = {
+        name: np.frombuffer(place, _TYPES[header[name]["dtype"]]).reshape(header[name]["shape"])
+        for name, place in places.items()
+    }
+    rows = {name: arrays.pop(_ROWS + name).copy() for name in _named(_ROWS, arrays)}
     floats = {name: aligned_copy(values) for name, values in arrays.items() if values.dtype == np.float32}
-    rows = {name: values.copy() for name, values in _named(_ROWS, arrays).items()}
     pending = plain.pop("pending")
     payloads = split_payloads(pending, bytes(places["pending"]))
     state = ShardState(
