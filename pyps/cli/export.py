@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
@@ -46,14 +47,15 @@ class Form(StrEnum):
     safetensors = "safetensors"
     torch = "torch"
     dcp = "dcp"
+    parquet = "parquet"
 
 
 # By a file's ending.
-_FORMS = {".pt": Form.torch, ".pth": Form.torch, ".dcp": Form.dcp}
+_FORMS = {".pt": Form.torch, ".pth": Form.torch, ".dcp": Form.dcp, ".parquet": Form.parquet}
 
 
 def export(
-    file: Annotated[Path, typer.Argument(help="The file to write, or the folder for dcp.")],
+    file: Annotated[Path, typer.Argument(help="The file to write, or the folder for dcp and parquet.")],
     servers: DataServers = "127.0.0.1:7610",
     checkpoint: Annotated[
         list[Path] | None,
@@ -65,8 +67,8 @@ def export(
         Form | None,
         typer.Option(
             "--format",
-            help="safetensors, torch.save's, or torch.distributed.checkpoint's. [default: the last two for .pt, .pth "
-            "and .dcp, else safetensors]",
+            help="safetensors, torch.save's, torch.distributed.checkpoint's, or of a checkpoint's tables of rows alone "
+            "parquet, a file a table. [default: by the ending .pt, .pth, .dcp or .parquet, else safetensors]",
         ),
     ] = None,
 ) -> None:
@@ -86,7 +88,11 @@ def export(
             waits = {"start_wait_seconds": wait_seconds, "loss_wait_seconds": wait_seconds}
             with observe(servers, read_token(token_file), **waits) as observer:
                 tensors = observer.snapshot()
-        _write_whole(file, tensors, form or _FORMS.get(file.suffix, Form.safetensors))
+        form = form or _FORMS.get(file.suffix, Form.safetensors)
+        if form is Form.parquet:
+            _write_tables(file, tensors)
+        else:
+            _write_whole(file, tensors, form)
     except PypsError as error:
         fail(str(error))
     except OSError as error:
@@ -127,11 +133,29 @@ def _tables(rows: Mapping[str, Sequence[Rows]]) -> dict[str, Any]:
         ids = np.concatenate([each.ids for each in of_shards])
         numbers = np.concatenate([each.parameters for each in of_shards])
         if numbers.dtype != np.float32:
-            numbers = BFLOAT16.decode(numbers.data, numbers.size)
+            numbers = BFLOAT16.decode(numbers.data, numbers.size).reshape(numbers.shape)
         order = np.argsort(ids)
         tensors[f"{name}.ids"] = ids[order]
-        tensors[f"{name}.rows"] = numbers.reshape(ids.size, -1)[order] if ids.size else numbers.reshape(0, 0)
+        tensors[f"{name}.rows"] = numbers[order]
     return tensors
+
+
+def _write_tables(folder: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Write a parquet file of each table's ids and rows."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        fail("parquet needs pyarrow, which is not installed: pip install pyarrow", status=2)
+    names = [name.removesuffix(".ids") for name, array in tensors.items() if array.dtype == np.int64]
+    if not names:
+        fail("there are no tables of rows, which alone are written as parquet: name a --checkpoint of a run with some")
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        rows = tensors[f"{name}.rows"]
+        lists = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(rows.reshape(-1)), rows.shape[1])
+        file = folder / f"{quote(name, safe=' ')}.parquet"
+        parquet.write_table(pyarrow.table({"id": tensors[f"{name}.ids"], "row": lists}), file)
 
 
 def _write_whole(file: Path, tensors: Mapping[str, npt.NDArray[np.float32]], form: Form) -> None:

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from pyarrow import parquet
 from safetensors.numpy import load_file
 
 from client_support import addresses
@@ -224,3 +225,13 @@ def test_a_standby_goes_on_with_the_same_rows(start_server):
             shell("drain", "--servers", primary.control)
 
     np.testing.assert_array_equal(trained(primary.data, batches, between=between), expected)
+
+
+def test_an_export_as_parquet_has_a_file_a_table(start_server, tmp_path):
+    server, batches = start_server("--checkpoint-dir", str(tmp_path)), list(bags(6, count=5))
+    rows = trained(server.data, batches)
+    server.stop()
+    shell("export", str(tmp_path / "model.parquet"), "--checkpoint", str(tmp_path))
+    exported = parquet.read_table(tmp_path / "model.parquet" / "users.parquet")
+    np.testing.assert_array_equal(exported["id"], np.unique(np.concatenate([ids for ids, _, _ in batches])))
+    np.testing.assert_array_equal(np.stack(exported["row"].to_numpy()), rows)
