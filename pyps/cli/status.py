@@ -17,7 +17,18 @@ from rich.text import Text
 from pyps.cli.control import INTERRUPTED, ObserverTokenFile, Servers, resolved
 from pyps.control import Control, not_named
 from pyps.units import in_bytes, in_seconds
-from pyps.watch.answer import Answer, activity_of, codecs_of, merged, printable, taken, waits_for, workers_of
+from pyps.watch.answer import (
+    TABLE_COUNTS,
+    Answer,
+    activity_of,
+    codecs_of,
+    merged,
+    printable,
+    tables_of,
+    taken,
+    waits_for,
+    workers_of,
+)
 from pyps.watch.history import History
 from pyps_client.credentials import read_token
 from pyps_wire import common_pb2 as common
@@ -34,8 +45,6 @@ WATCH_SECONDS = 2.0
 PIPE_COLUMNS = 240
 # What is known of a server that serves no run yet.
 OF_A_STANDBY = ("data", "state", "run", "restored or reset", "version", "up for", "standby")
-# The counts of a table's shards that are added up.
-TABLE_COUNTS = ("rows", "bytes", "hits", "lookups", "candidates", "admitted", "dropped", "evicted", "expired")
 
 
 def status(
@@ -280,9 +289,8 @@ def _tables(answers: Sequence[Answer]) -> list[dict[str, object]]:
     """Return a row a table: the sums of its shards."""
     shards = [shard for answer in answers for shard in answer.shards if shard.HasField("table")]
     rows: list[dict[str, object]] = []
-    for name in dict.fromkeys(shard.table.name for shard in shards):
+    for name, total in tables_of(shard.table for shard in shards).items():
         own = [shard for shard in shards if shard.table.name == name]
-        total = {each: sum(getattr(shard.table, each) for shard in own) for each in TABLE_COUNTS}
         rows.append(
             {
                 "table": name,

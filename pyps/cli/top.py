@@ -21,7 +21,7 @@ from rich.text import Text
 
 from pyps.cli.control import ObserverTokenFile, Servers, fail
 from pyps.cli.status import harmless
-from pyps.units import in_seconds
+from pyps.units import in_bytes, in_seconds
 from pyps.watch.watch import INTERVAL_SECONDS, Watch
 from pyps_client.credentials import read_token
 from pyps_client.launch import parse_servers
@@ -66,7 +66,7 @@ def top(servers: Servers = "127.0.0.1:7611", token_file: ObserverTokenFile = Non
 
 
 def picture(doc: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], width: int, height: int) -> RenderableType:
-    """Return lines that fill so much room: what is in force, what holds the run back, and four charts."""
+    """Return lines that fill so much room: what is in force, what holds the run back, tables, and four charts."""
     rate = "" if doc["rate"] is None else f"rate {doc['rate']:.4g}"
     facts = [doc["run"] or "no run yet", doc["state"], doc["protocol"], rate, f"version {doc['version']:,}"]
     head, sentence = harmless("  ".join(filter(None, facts))), Text(f"{doc['sentence']}.", "bold yellow")
@@ -78,12 +78,22 @@ def picture(doc: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], width: in
         {label: [row.get(name) for row in rows] for name, label in lines.items()}
         for lines in ({"steps": "steps/s", "updates": "updates/s"}, {"staleness": "mean"}, {"waited": "of all time"})
     )
-    room = max(8, height - 2 - (len(sentence) > width))
+    tables = [harmless(_table(table)) for table in doc["tables"][: height // 8]]
+    for line in tables:
+        line.truncate(width, overflow="ellipsis")
+    room = max(8, height - 2 - len(tables) - (len(sentence) > width))
     times, size = [row["t"] - rows[-1]["t"] for row in rows], (width // 2, room // 2)
     charts = Table.grid(padding=0)
     charts.add_row(chart("loss", times, losses, *size), chart("speed", times, speeds, *size))
     charts.add_row(chart("staleness", times, staleness, *size), chart("waited", times, waited, *size))
-    return Group(head, sentence, charts)
+    return Group(head, sentence, *tables, charts)
+
+
+def _table(table: Mapping[str, Any]) -> str:
+    return (
+        f"table {table['name']}: {table['rows']:,} rows of {table['admitted']:,} admitted, {in_bytes(table['bytes'])}, "
+        f"{table['hit_rate']:.1%} hits, {table['expired']:,} expired, {table['evicted']:,} evicted"
+    )
 
 
 def chart(

@@ -68,6 +68,7 @@ def status_of(run: Run, addresses: Addresses, checkpoints: CheckpointFolder | No
         clip_norm=behaviour.clip_norm,
         warnings=run.rounds.warnings,
         tally=tally_of(run.statistics.total()),
+        tables=[pb.TableInfo(**shard.table_counts()) for shard in shards if isinstance(shard, TableShard)],
         examples=content.examples,
         uptime_seconds=run.clock() - run.started_at,
         cpu_seconds=time.process_time(),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,6 +16,8 @@ from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work_wire
 
 PUSHES = tuple(f"pushes_{outcome}" for outcome in ("applied", "pending", "rejected", "dropped", "duplicate"))
+# The counts of a table's shards that are added up.
+TABLE_COUNTS = ("rows", "bytes", "hits", "lookups", "candidates", "admitted", "dropped", "evicted", "expired")
 # Steps and waits in a reply, for the sake of the server.
 ACTIVITY_MAX = 1000
 WORDS_MAX = 1000
@@ -91,6 +93,14 @@ def merged(tallies: Sequence[pb.Tally], before: Sequence[pb.Tally] = ()) -> pb.T
         # Differences of means are not exact.
         setattr(total, name, max(0.0, round(now - then, 9)) / max(1, weight(total)))
     return total
+
+
+def tables_of(infos: Iterable[pb.TableInfo]) -> dict[str, Counter[str]]:
+    """Return the counts of each table by name: the sums of its shards'."""
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for info in infos:
+        found[info.name].update({name: getattr(info, name) for name in TABLE_COUNTS})
+    return dict(found)
 
 
 def codecs_of(worker: pb.WorkerInfo) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from pyps.control import not_named
 from pyps.units import counted
-from pyps.watch.answer import Answer, merged, name_of, printable, taken, waits_for, workers_of
+from pyps.watch.answer import Answer, merged, name_of, printable, tables_of, taken, waits_for, workers_of
 from pyps.watch.recent import Figures, Recent, Step, Wait
 from pyps.watch.staleness import Expected
 from pyps.watch.verdict import Verdict, verdicts
@@ -324,6 +324,7 @@ class History:
         ]
         answers = [each.answer for each in known if each.answer] or [Answer("", pb.Status())]
         figures = self._at_work[0] if self._is_over and self._at_work else recent.workers
+        tables = tables_of(info for each in answers for info in each.status.tables)
         bases, status = workers_of([each.base for each in known if each.base]), answers[0].status
         warnings = [warning for each in answers for warning in each.status.warnings]
         warnings += [f"{each.address}: {failed}" for each in answers if (failed := each.status.checkpoint_failure)]
@@ -347,6 +348,10 @@ class History:
             "warnings": list(dict.fromkeys(filter(None, warnings))),
             "skipped": max((each.skipped for each in servers), default=0),
             "servers": [self._server(each, now) for each in servers],
+            "tables": [
+                {"name": name, **each, "hit_rate": each["hits"] / max(1, each["lookups"])}
+                for name, each in tables.items()
+            ],
             "workers": [
                 self._worker(name, infos, bases.get(name, ()), figures.get(name, Figures()))
                 for name, infos in sorted(workers_of(answers).items())

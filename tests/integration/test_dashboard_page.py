@@ -233,6 +233,8 @@ def test_each_chart_table_and_bar_is_what_the_document_says(browser, tmp_path):
     history.facts = {"staleness": {**staleness, "since": None, "policies": policies}, "slow": SLOW}
     history.facts |= {"now": 100, "rate": 0.25, "version": 17, "examples": 345}
     worker = {**WORKER, **{number: at / 8 for at, number in enumerate(NUMBERS.split())}, "transport": ""}
+    tables = [{"name": "users", "rows": 1234, "bytes": 2e6, "hit_rate": 0.75, "candidates": 5, "admitted": 1300}]
+    history.facts["tables"] = [{**each, "evicted": 60, "expired": 6} for each in tables]
     history.facts["workers"] = [{**worker, "name": name} for name in NAMES]
     write_page(saved, history.to_json())
     with opened(browser, saved.as_uri(), viewport={"width": 1440, "height": 3600}, has_touch=True) as page:
@@ -285,6 +287,15 @@ def test_each_chart_table_and_bar_is_what_the_document_says(browser, tmp_path):
         assert page.evaluate("[...$('policies').querySelectorAll('progress')].map((bar) => bar.value)") == [0, 0.25]
         figures = "alive\t0\t0.125\t0.75\t0.25\t0.375\t50 %\t62.5 %\t\t0.875 B\t1 B\t\t\t\t"
         assert page.locator("#workers tbody tr").all_inner_texts() == [f"{name}\t{figures}" for name in NAMES]
+        of_table = "users\t1,234\t1.91 MiB\t75 %\t5\t1,300\t60\t6"
+        assert page.locator("#tables tbody tr").all_inner_texts() == [of_table]
+
+
+def test_tables_have_no_place_where_a_run_has_none(browser, tmp_path):
+    write_page(saved := tmp_path / "page.html", History(live=False).to_json())
+    with opened(browser, saved.as_uri()) as page:
+        until(page, "held.doc")
+        assert not page.locator("#of-tables").is_visible()
 
 
 def test_it_asks_for_a_token_says_when_the_dashboard_is_gone_and_goes_on_when_it_is_back(browser, tmp_path):

@@ -67,6 +67,21 @@ def test_its_axes_are_those_of_the_figures():
     ]
 
 
+def test_a_line_a_table_has_the_sums_of_its_shards_and_the_charts_have_what_room_is_left():
+    history = History(["a", "b"], clock=lambda: 1000.0 + len(history.rows))
+    counts = {"rows": 600, "bytes": 2**20, "admitted": 700, "expired": 90, "evicted": 10, "lookups": 100}
+    for address, hits in (("a", 50), ("b", 25)):
+        tables = [pb.TableInfo(name=f"table \x1b[{n}", hits=hits, **counts) for n in range(9)]
+        history.take(address, Answer(address, pb.Status(state=3, tables=tables)))
+    history.tick()
+    with (console := Console(width=120, height=32)).capture() as shown:
+        console.print(top.picture(history.to_json(), history.rows, 120, 32), end="")
+    lines = shown.get().rstrip("\n").split("\n")
+    facts = "1,200 rows of 1,400 admitted, 2.0 MiB, 37.5% hits, 180 expired, 20 evicted"
+    assert [line.rstrip() for line in lines[2:6]] == [f"table table ?[{n}: {facts}" for n in range(4)]
+    assert lines[6].startswith("loss") and 30 <= len(lines) <= 32
+
+
 def test_what_is_missing_or_makes_no_sense_is_one_sentence(monkeypatch):
     assert "'a b' is malformed" in shell("top", "--servers", "a b", status=2)
     assert "pyps top needs a terminal: `pyps status` writes to a pipe" in shell("top", status=2)

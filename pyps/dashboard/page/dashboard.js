@@ -167,6 +167,11 @@ const COLUMNS = {
     ["gradients waiting", "queue", number], ...MEMORY.map((kind) => [kind, kind, bytes]),
     ["checkpoint", "checkpoint"], ["standby", "standby"],
   ],
+  tables: [
+    ["table", "name"], ["rows", "rows", number], ["memory", "bytes", bytes], ["hits", "hit_rate", share],
+    ["candidates", "candidates", number], ["admitted", "admitted", number], ["evicted", "evicted", number],
+    ["expired", "expired", number],
+  ],
   workers: [
     ["worker", "name", nameNode], ["state", "state", stateNode], ["steps", "steps", number],
     ["steps/s", "pace", number], ["times slower", "slower", number], ["loss", "loss", number],
@@ -193,6 +198,11 @@ function renderServers({ servers, live, state }) {
     ...server, ...memory,
     words: error ? `silent for ${secondsText(silent_seconds)}: ${error}` : live ? server.state : state,
   })));
+}
+
+function renderTables({ tables }) {
+  $("of-tables").hidden = !tables.length;
+  renderTable("tables", tables);
 }
 
 // --- what if ---
@@ -275,7 +285,7 @@ const timeline = new Timeline($("tl"));
 
 function start() {
   const on = (id, kind, act) => $(id).addEventListener(kind, act);
-  parts.push(renderHead, renderKey, renderCosts, renderServers, renderEvents, renderWhatIf);
+  parts.push(renderHead, renderKey, renderCosts, renderServers, renderTables, renderEvents, renderWhatIf);
   parts.push(({ workers }) => renderTable("workers", workers));
   makeCharts();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
