@@ -55,6 +55,15 @@ class PartList {
   std::vector<TablePart> parts_;
 };
 
+// An array that owns the numbers.
+template <class Number>
+py::array to_array(std::vector<Number> numbers, const char* dtype, std::vector<std::size_t> shape) {
+  auto* held = new std::vector<Number>(std::move(numbers));
+  const py::capsule owner(held,
+                          [](void* vector) { delete static_cast<std::vector<Number>*>(vector); });
+  return py::array(py::dtype(dtype), std::move(shape), held->data(), owner);
+}
+
 class BoundTable {
  public:
   explicit BoundTable(const TableSettings& settings)
@@ -90,33 +99,23 @@ class BoundTable {
     return table_.lookup(wanted, static_cast<unsigned char*>(place.view().encoded), codec);
   }
 
-  py::tuple dump(std::uint64_t after_version, std::uint64_t cursor, std::size_t num_max,
-                 bool candidates) const {
+  py::tuple dump(std::uint64_t after_version, bool candidates) const {
     const Table::Kind kind = candidates ? Table::Kind::candidate : Table::Kind::row;
-    const TableStats stats = table_.stats();
-    num_max = std::min(num_max, candidates ? stats.candidates : stats.rows);
-    const auto [size, slots_size] = table_.layout(kind);
-    const bool narrow = table_.settings().codec != Codec::float32;
-    const py::dtype dtype(candidates ? "u4" : narrow ? "u2" : "f4");
-    const auto num = static_cast<py::ssize_t>(num_max);
-    const auto item = static_cast<std::size_t>(dtype.itemsize());
-    py::array_t<std::int64_t> ids(num);
-    py::array_t<std::uint64_t> versions(num);
-    py::array parameters(dtype, std::vector{num_max, size / item});
-    py::array_t<float> slots(std::vector{num_max, slots_size / sizeof(float)});
-    const Table::Columns columns = {
-        .ids = ids.mutable_data(),
-        .versions = versions.mutable_data(),
-        .parameters = static_cast<unsigned char*>(parameters.mutable_data()),
-        .slots = reinterpret_cast<unsigned char*>(slots.mutable_data()),
-    };
-    std::size_t written = 0;
+    Table::Dump dumped;
     {
-      const GilReleased without_gil(num_max * size);
-      written = table_.dump(kind, after_version, &cursor, num_max, columns);
+      const GilReleased without_gil(SIZE_MAX);
+      dumped = table_.dump(kind, after_version);
     }
-    const py::slice all(0, static_cast<py::ssize_t>(written), 1);
-    return py::make_tuple(ids[all], versions[all], parameters[all], slots[all], cursor);
+    const bool narrow = table_.settings().codec != Codec::float32;
+    const char* dtype = candidates ? "u4" : narrow ? "u2" : "f4";
+    const std::size_t num = dumped.ids.size(), slots_size = table_.layout(kind).slots_size;
+    const py::array ids = to_array(std::move(dumped.ids), "i8", {num});
+    const py::array versions = to_array(std::move(dumped.versions), "u8", {num});
+    const py::array parameters =
+        to_array(std::move(dumped.parameters), dtype, {num, candidates ? 1 : dim()});
+    const py::array slots =
+        to_array(std::move(dumped.slots), "f4", {num, slots_size / sizeof(float)});
+    return py::make_tuple(ids, versions, parameters, slots);
   }
 
   void load(py::handle ids, py::handle versions, py::handle parameters, py::handle slots,
@@ -221,8 +220,7 @@ void bind_tables(py::module_& module) {
       .def("update", &BoundTable::update, arg("parts"), arg("numbers"), version)
       .def("bytes_with", &BoundTable::bytes_with, arg("ids"), version)
       .def("lookup", &BoundTable::lookup, ids, arg("reply"))
-      .def("dump", &BoundTable::dump, arg("after_version"), arg("cursor"), arg("rows_max"),
-           candidates)
+      .def("dump", &BoundTable::dump, arg("after_version"), candidates)
       .def("load", &BoundTable::load, ids, versions, arg("parameters"), arg("slots"), version,
            candidates)
       .def("clear", &BoundTable::clear)

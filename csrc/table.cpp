@@ -174,37 +174,32 @@ std::size_t Table::lookup(Ids ids, unsigned char* encoded, const CodecTraits& co
   return known;
 }
 
-std::size_t Table::dump(Kind kind, std::uint64_t after_version, std::uint64_t* cursor,
-                        std::size_t num_max, const Columns& out) const {
+Table::Dump Table::dump(Kind kind, std::uint64_t after_version) const {
   const RowStore& store = kind == Kind::row ? rows_ : candidates_;
   const auto [size, slots_size] = layout(kind);
+  const auto lock = reading();
   std::size_t num = 0;
-  std::uint32_t row = RowStore::none;
-  do {
-    const auto lock = reading();
-    if (*cursor == 0) {
-      for (std::uint32_t next = store.newest();
-           next != RowStore::none && store.header(next).version > after_version;
-           next = store.header(next).older) {
-        row = next;
-      }
-    } else if (*cursor >> 32 == num_changes_) {
-      row = static_cast<std::uint32_t>(*cursor);
-    } else {
-      throw std::invalid_argument("cursor is of before a change of the table");
-    }
-    for (std::size_t end = std::min(num + piece_max, num_max); num < end && row != RowStore::none;
-         ++num) {
-      out.ids[num] = store.header(row).id;
-      out.versions[num] = store.header(row).version;
-      std::memcpy(out.parameters + num * size, store.body(row), size);
-      std::memcpy(out.slots + num * slots_size, store.body(row) + layout(kind).slots_offset(),
-                  slots_size);
-      row = store.header(row).newer;
-    }
-    *cursor = row == RowStore::none ? 0 : std::uint64_t{num_changes_} << 32 | row;
-  } while (*cursor != 0 && num < num_max);
-  return num;
+  std::uint32_t first = RowStore::none;
+  for (std::uint32_t row = store.newest();
+       row != RowStore::none && store.header(row).version > after_version;
+       row = store.header(row).older) {
+    first = row;
+    ++num;
+  }
+  Dump out;
+  out.ids.reserve(num);
+  out.versions.reserve(num);
+  out.parameters.reserve(num * size);
+  out.slots.reserve(num * slots_size);
+  for (std::uint32_t row = first; row != RowStore::none; row = store.header(row).newer) {
+    out.ids.push_back(store.header(row).id);
+    out.versions.push_back(store.header(row).version);
+    const unsigned char* parameters = store.body(row);
+    out.parameters.insert(out.parameters.end(), parameters, parameters + size);
+    const unsigned char* slots = parameters + layout(kind).slots_offset();
+    out.slots.insert(out.slots.end(), slots, slots + slots_size);
+  }
+  return out;
 }
 
 void Table::load(Kind kind, Ids ids, Versions versions, const unsigned char* parameters,
@@ -237,9 +232,9 @@ void Table::load(Kind kind, Ids ids, Versions versions, const unsigned char* par
       } else {
         store.renew(row, versions[at]);
       }
-      std::memcpy(store.body(row), parameters + at * size, size);
-      std::memcpy(store.body(row) + layout(kind).slots_offset(), slots + at * slots_size,
-                  slots_size);
+      std::copy_n(parameters + at * size, size, store.body(row));
+      std::copy_n(slots + at * slots_size, slots_size,
+                  store.body(row) + layout(kind).slots_offset());
     });
   });
   expire(version);
@@ -271,9 +266,7 @@ std::shared_lock<std::shared_mutex> Table::reading() const {
 
 std::unique_lock<std::shared_mutex> Table::writing() {
   const std::lock_guard turn(turn_);
-  std::unique_lock lock(lock_);
-  ++num_changes_;
-  return lock;
+  return std::unique_lock(lock_);
 }
 
 bool Table::is_expired(const RowHeader& row, std::uint64_t version) const {

@@ -100,16 +100,13 @@ class Table {
   // Writes rows, each encoded by itself; returns how many of them are more than initial.
   std::size_t lookup(Ids ids, unsigned char* encoded, const CodecTraits& codec) const;
 
-  struct Columns {
-    std::int64_t* ids;
-    std::uint64_t* versions;
-    unsigned char* parameters;
-    unsigned char* slots;
+  struct Dump {
+    std::vector<std::int64_t> ids;
+    std::vector<std::uint64_t> versions;
+    std::vector<unsigned char> parameters, slots;
   };
-  // Writes what was updated after a version, the oldest first; returns how many. `cursor` is 0 for
-  // the first, then what the last call left, and 0 again at the end.
-  std::size_t dump(Kind kind, std::uint64_t after_version, std::uint64_t* cursor,
-                   std::size_t num_max, const Columns& out) const;
+  // Returns what was updated after a version, the oldest first.
+  Dump dump(Kind kind, std::uint64_t after_version) const;
 
   // Adds what was dumped as the newest, and drops what is too old at the version of the dump.
   void load(Kind kind, Ids ids, Versions versions, const unsigned char* parameters,
@@ -164,8 +161,6 @@ class Table {
   // Guarded by lock_; a writer reads without.
   RowStore rows_, candidates_;
   TableStats counts_ = {};
-  // The times that lock_ was a writer's, by which a cursor is known to be old.
-  std::uint32_t num_changes_ = 0;
 };
 
 }  // namespace pyps

@@ -126,19 +126,16 @@ class Table:
         """Write the rows of ids in any order, each encoded by itself; return how many are more than initial."""
 
     def dump(
-        self, after_version: int, cursor: int, rows_max: int, candidates: bool = False
+        self, after_version: int, candidates: bool = False
     ) -> tuple[
         npt.NDArray[np.int64],
         npt.NDArray[np.uint64],
         npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32],
         npt.NDArray[np.float32],
-        int,
     ]:
-        """Return ids, versions, parameters and slots of the rows updated after a version, the oldest first; a cursor.
+        """Return ids, versions, parameters and slots of the rows updated after a version, the oldest first.
 
-        The cursor is 0 for the first rows, then the one returned before, which is 0 again where there are no more.
-        ValueError where the table was changed in between. Of candidates the parameters are their counts, and there are
-        no slots.
+        Of candidates the parameters are their counts, and there are no slots.
         """
 
     def load(

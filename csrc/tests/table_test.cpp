@@ -70,17 +70,13 @@ void test_copy(const Table& table) {
   const pyps::TableStats stats = table.stats();
   Table copy(table.settings());
   for (const Table::Kind kind : {Table::Kind::row, Table::Kind::candidate}) {
-    const std::size_t num = kind == Table::Kind::row ? stats.rows : stats.candidates;
+    const Table::Dump dump = table.dump(kind, 0);
     const auto [size, slots_size] = table.layout(kind);
-    std::vector<std::int64_t> ids(num);
-    std::vector<std::uint64_t> versions(num);
-    Payload parameters(num * size, 0), slots(num * slots_size, 0);
-    std::uint64_t cursor = 0;
-    CHECK(table.dump(kind, 0, &cursor, num,
-                     {ids.data(), versions.data(), parameters.data(), slots.data()}) == num);
-    CHECK(cursor == 0);
-    copy.load(kind, Column(ids).numbers, Column(versions).numbers, parameters.data(), slots.data(),
-              stats.version);
+    const std::size_t num = kind == Table::Kind::row ? stats.rows : stats.candidates;
+    CHECK(dump.ids.size() == num && dump.versions.size() == num);
+    CHECK(dump.parameters.size() == num * size && dump.slots.size() == num * slots_size);
+    copy.load(kind, Column(dump.ids).numbers, Column(dump.versions).numbers, dump.parameters.data(),
+              dump.slots.data(), stats.version);
   }
   CHECK(copy.stats().rows == stats.rows && copy.stats().candidates == stats.candidates);
 }

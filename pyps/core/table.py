@@ -37,8 +37,6 @@ WeightedRows = tuple[memoryview, bytes | memoryview, Codec, float]
 
 DIM_MAX = 1024
 ROWS_MAX = 2**31
-# Of a digest, at a time.
-DUMPED_ROWS = 2**14
 
 T = TypeVar("T")
 
@@ -242,13 +240,10 @@ class TableShard(Shard):
     def read(self, reader: Callable[[int, Floats], T]) -> T:
         """Return the result of `reader(version, digest)`: one number, of the bits of all rows and slots."""
         with self._lock:
-            digest, cursor = 0, 0
-            while True:
-                *arrays, cursor = self._table.dump(0, cursor, DUMPED_ROWS)
-                for array in arrays:
-                    digest = crc32(array.data, digest)
-                if not cursor:
-                    return reader(self.version, np.array([digest], np.uint32).view(np.float32))
+            digest = 0
+            for array in self._table.dump(0):
+                digest = crc32(array.data, digest)
+            return reader(self.version, np.array([digest], np.uint32).view(np.float32))
 
     @property
     def table_bytes(self) -> int:
@@ -276,10 +271,10 @@ class TableShard(Shard):
         """Bring nothing: a push does not say which rows its worker wants."""
 
     def _state(self, take: Callable[..., Any], rows_after: int = 0) -> ShardState:
-        rows, candidates = self._table.dump(rows_after, 0, ROWS_MAX), self._table.dump(0, 0, ROWS_MAX, candidates=True)
+        rows, candidates = self._table.dump(rows_after), self._table.dump(0, candidates=True)
         counted: Any = candidates[2]
         num_rows = self._table.stats()["rows"]
-        return replace(super()._state(take), rows=Rows(*rows[:4], *candidates[:2], counted), num_rows=num_rows)
+        return replace(super()._state(take), rows=Rows(*rows, *candidates[:2], counted), num_rows=num_rows)
 
 
 class LoggedTable(TableShard, LoggedShard):  # type: ignore[misc]

@@ -134,26 +134,17 @@ def lookup(table, ids, dim=4, codec=FLOAT32):
     return known, rows
 
 
-def dump(table, after_version=0, rows_max=3, *, candidates=False):
-    """Returns all of a dump, of some rows at a time."""
-    cursor, pieces = 0, []
-    while not pieces or cursor:
-        *piece, cursor = table.dump(after_version, cursor, rows_max, candidates)
-        pieces.append(piece)
-    return [np.concatenate(column) for column in zip(*pieces, strict=True)]
-
-
 def copy_of(table, source, after_version=0):
     """Loads into a table what is in another one."""
     version = source.stats()["version"]
     for candidates in (False, True):
-        table.load(*dump(source, after_version, candidates=candidates), version, candidates)
+        table.load(*source.dump(after_version, candidates), version, candidates)
     return table
 
 
 def assert_same(table, other):
     for candidates in (False, True):
-        for found, wanted in zip(dump(table, candidates=candidates), dump(other, candidates=candidates), strict=True):
+        for found, wanted in zip(table.dump(0, candidates), other.dump(0, candidates), strict=True):
             assert found.tobytes() == wanted.tobytes()
 
 
@@ -195,11 +186,11 @@ def test_a_table_equals_a_dict_of_rows(rule, dim, narrow, chosen, history, decay
         known, rows = lookup(table, wanted, dim)
         assert known == sum(row_id in reference.rows for row_id in wanted)
         assert rows.tobytes() == np.array([reference.lookup(row_id) for row_id in wanted]).tobytes()
-        ids, versions, _, slots = dump(table)
+        ids, versions, _, slots = table.dump(0)
         assert ids.tolist() == list(reference.rows)
         assert versions.tolist() == [row[0] for row in reference.rows.values()]
         assert slots.tobytes() == b"".join(slot.tobytes() for row in reference.rows.values() for slot in row[2])
-        ids, versions, counts, _ = dump(table, candidates=True)
+        ids, versions, counts, _ = table.dump(0, candidates=True)
         assert list(zip(ids, versions, counts[:, 0], strict=True)) == [
             (row_id, *candidate) for row_id, candidate in reference.candidates.items()
         ]
@@ -229,7 +220,7 @@ def test_many_rows_are_found_again():
             reference[row_id] = version
         for row_id in list(reference)[:-3000]:
             del reference[row_id]
-    ids, versions, *_ = dump(table, rows_max=999)
+    ids, versions, *_ = table.dump(0)
     assert dict(zip(ids.tolist(), versions.tolist(), strict=True)) == reference
     assert ids.tolist() == list(reference)
     assert lookup(table, ids)[0] == 3000
@@ -293,29 +284,22 @@ def test_an_increment_brings_a_copy_up_to_date():
         update(table, [part(np.unique(random.integers(0, 40, 8)), seed=version)], version)
         if version % 7 == 0:
             copy_of(copy, table, after_version=copy.stats()["version"])
-            assert dump(copy)[0].tolist() == dump(table)[0].tolist()
+            assert copy.dump(0)[0].tolist() == table.dump(0)[0].tolist()
     update(copy, [part([], seed=1)], 100)
     assert copy.stats()["rows"] == 0
-
-
-def test_a_cursor_of_before_a_change_is_refused():
-    table = filled(10)
-    cursor = table.dump(0, 0, 4)[-1]
-    update(table, [part([3])], 9)
-    assert_refused(lambda: table.dump(0, cursor, 4), ValueError, "^cursor is of before a change of the table")
 
 
 def test_a_table_that_is_full_refuses_before_anything_is_changed():
     small = filled(2000).stats()["bytes"]
     table = filled(2000, bytes_max=2 * small)
-    before = dump(table)
+    before = table.dump(0)
     words = rf"^the table holds {table.stats()['bytes']} bytes and needs \d+; it may hold {2 * small}$"
     assert_refused(lambda: update(table, [part(range(1000, 6000))], 4), MemoryError, words)
     assert_refused(lambda: update(table, [part([1]), part(range(2000, 6000))], 4), MemoryError, words)
     ids = np.arange(9000)
     loaded = ids, np.full(9000, 5, np.uint64), np.zeros((9000, 4), F), np.zeros((9000, 1), F)
     assert_refused(lambda: table.load(*loaded, 5), MemoryError, words)
-    for column, held in zip(dump(table), before, strict=True):
+    for column, held in zip(table.dump(0), before, strict=True):
         assert column.tobytes() == held.tobytes()
     assert table.stats()["version"] == 3
     update(table, [part(range(2000)), part(range(1000))], 4)
