@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -84,12 +84,19 @@ class Tables:
         self._next_sequence = next_sequence
         self._codecs = gradient_codec, parameter_codec
         self._wait_seconds = wait_seconds
+        self._gathering = threading.Lock()
+        # Guarded by _gathering.
+        self._gathered: dict[str, list[Gradients]] = {}
         self._prefetches: SimpleQueue[tuple[str, Ids, Future[Pulled]]] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._shards)
+    def __deepcopy__(self, memo: object) -> Tables:
+        """Return these: a copy of a model looks up the same run's rows."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Pickle as None: in another process a model has to join the run."""
+        return type(None), ()
 
     def prefetch(self, name: str, ids: Ids) -> Future[Pulled]:
         """Pull rows of a table on a thread, together with what else is to be prefetched then."""
@@ -159,8 +166,21 @@ class Tables:
         """The epochs of the versions; those of different ones cannot be compared."""
         return tuple(held.epoch for held in self.held.values())
 
-    def push(self, gradients: Mapping[str, Gradients], *, clock: int, example_count: int = 0) -> list[Receipt]:
-        """Push gradients of rows; every shard of every table gets a message, since a round waits for each worker."""
+    @property
+    def gathers(self) -> bool:
+        """Whether gradients wait for the next push."""
+        return bool(self._gathered)
+
+    def gather(self, name: str, gradients: Gradients) -> None:
+        """Add gradients of a table to those of the next push. One thread may gather while another pushes."""
+        with self._gathering:
+            self._gathered.setdefault(name, []).append(gradients)
+
+    def push(self, *, clock: int, example_count: int = 0) -> list[Receipt]:
+        """Push what has gathered; every shard of every table gets a message, since a round waits for each worker."""
+        with self._gathering:
+            gathered, self._gathered = self._gathered, {}
+        gradients = {name: merged(parts) for name, parts in gathered.items()}
         sequence = self._next_sequence()
         messages: dict[int, list[tuple[PushRequest, memoryview]]] = {index: [] for index in self.held}
         for name in self._shards:
@@ -231,7 +251,7 @@ class _Place:
 
 @dataclass(eq=False)
 class _Pull:
-    """Pulls rows from one server; after a loss only those that did not come yet."""
+    """Pulls rows from one server; after a loss all of them, since those that came may be of its life before."""
 
     connection: Connection
     sender: Sender
@@ -390,17 +410,17 @@ def _payload(given: Gradients, index: npt.NDArray[np.intp] | None, codec: Codec)
     return memoryview(ids.tobytes() + bytes(codec.encode(numbers)))
 
 
-def merged(parts: Iterable[tuple[Ids, Rows]], dim: int) -> tuple[Ids, Rows]:
-    """Return the ids of all parts, ascending, each once, and the sum of their rows."""
-    parts = [part for part in parts if part[0].size]
-    if not parts:
-        return np.empty(0, np.int64), np.empty((0, dim), np.float32)
+def merged(parts: Sequence[Gradients]) -> Gradients:
+    """Return the sum of gradients of a table, and by shard the oldest of their versions."""
     if len(parts) == 1:
         return parts[0]
-    ids, inverse = np.unique(np.concatenate([ids for ids, _ in parts]), return_inverse=True)
-    rows = np.zeros((ids.size, dim), np.float32)
-    np.add.at(rows, inverse, np.concatenate([rows for _, rows in parts]))
-    return ids, rows
+    ids = np.unique(np.concatenate([part.ids for part in parts]))
+    rows, versions = np.zeros((ids.size, parts[0].rows.shape[1]), np.float32), dict[int, int]()
+    for part in parts:
+        rows[np.searchsorted(ids, part.ids)] += part.rows
+        for shard_id, version in part.versions.items():
+            versions[shard_id] = min(version, versions.get(shard_id, version))
+    return Gradients(ids, rows, versions)
 
 
 def require_ids(ids: Any, *, table: str) -> Ids:

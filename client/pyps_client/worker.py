@@ -218,8 +218,8 @@ class Worker:
     def exchange(self, plan: Plan) -> list[Receipt]:
         """Push to all servers at once, and write newer parameters into the plan's, if it names some.
 
-        No other thread may pull meanwhile. A shard whose round waits for other workers brings no parameters: then
-        `pull_needed` is True, and `pull` waits for them.
+        Gradients that gathered for tables are pushed before. No other thread may pull meanwhile. A shard whose round
+        waits for other workers brings no parameters: then `pull_needed` is True, and `pull` waits for them.
 
         Returns:
             A receipt for each pushed shard, by shard id. A shard may be REJECTED, for the reason in its receipt.
@@ -231,6 +231,9 @@ class Worker:
         state = self.view.state
         if state.finished:
             raise RunFinished(f"Run {self.run_id!r} is finished: its servers take no more gradients. Pulls still work.")
+        clock = self.clock if plan.clock is None else plan.clock
+        if self.tables is not None:
+            self.tables.push(clock=clock, example_count=plan.example_count)
         into, lent_index, receivers = plan.parameters, plan.lent_index, None
         if lent_index is None:
             lent_index = self._sharing.gradients(plan.gradients)
@@ -242,7 +245,7 @@ class Worker:
         sent_at = time.monotonic()
         pushes = self._pushes.outgoing(
             plan,
-            clock=self.clock if plan.clock is None else plan.clock,
+            clock=clock,
             clip_norm=state.terms.clip_norm,
             receivers=receivers,
             lent_index=lent_index,

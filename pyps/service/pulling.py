@@ -173,11 +173,15 @@ class _Read(Request):
         self._mutex = mutex
         if mutex is None:
             self.shard_id = shards[0].shard_id
-        self.num_parameters = sum(shard.length * (1 + shard.num_pending) for shard in shards)
-        self.held_bytes = sum(pull.wanted(shard).bytes_max for shard in shards)
-        if shards[0].has_rows:
-            num_rows = sum(pull.ids_of(cast(TableShard, shard)).size for shard in shards)
-            self.num_parameters, self.held_bytes = num_rows * shards[0].length, num_rows * shards[0].length * 4
+        self.num_parameters = self.held_bytes = 0
+        for shard in shards:
+            if shard.has_rows:
+                count = pull.ids_of(cast(TableShard, shard)).size * shard.length
+                self.num_parameters += count
+                self.held_bytes += 4 * count
+            else:
+                self.num_parameters += shard.length * (1 + shard.num_pending)
+                self.held_bytes += pull.wanted(shard).bytes_max
 
     def work(self) -> list[Frame]:
         return self.read_where(lambda: True)

@@ -1,5 +1,7 @@
 """Tables of rows on real servers: what workers train, and what becomes of it when servers end."""
 
+import copy
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,7 +13,8 @@ from safetensors.numpy import load_file
 from client_support import addresses
 from pyps.storage.checkpoint_set import convert
 from pyps.storage.replay import log_paths, replay
-from pyps_client import Embedding, Launch, RemoteOptimizer
+from pyps_client import Embedding, Launch, LocalTraining, RemoteOptimizer
+from pyps_client.data import Portions
 from pyps_wire.errors import InvalidArgument, ModelMismatch, NoRoom, NotFinite
 from support import inspect, shell, status_of
 
@@ -235,3 +238,73 @@ def test_an_export_as_parquet_has_a_file_a_table(start_server, tmp_path):
     exported = parquet.read_table(tmp_path / "model.parquet" / "users.parquet")
     np.testing.assert_array_equal(exported["id"], np.unique(np.concatenate([ids for ids, _, _ in batches])))
     np.testing.assert_array_equal(np.stack(exported["row"].to_numpy()), rows)
+
+
+def test_a_copy_of_a_model_looks_up_the_same_rows_and_a_pickled_one_has_to_join(start_server):
+    model, batches = Net(optimizer="sgd", lr=0.1, cache_rows=64), list(bags(10, count=3))
+    with RemoteOptimizer(model, torch.optim.SGD(model.linear.parameters(), lr=0.1), start_server().data) as optimizer:
+        for batch in batches:
+            step(model, optimizer, batch)
+        with torch.no_grad():
+            ids = batches[0][0]
+            np.testing.assert_array_equal(copy.deepcopy(model).rows(ids).numpy(), model.rows(ids).numpy())
+            with pytest.raises(InvalidArgument, match="'users' is of no run yet"):
+                pickle.loads(pickle.dumps(model)).rows(ids)
+
+
+def test_gradients_that_are_cleared_are_not_pushed(start_server):
+    model, ids = Net(optimizer="sgd", lr=1.0), torch.arange(4)
+    with RemoteOptimizer(model, torch.optim.SGD(model.linear.parameters(), lr=0.1), start_server().data) as optimizer:
+        optimizer.join()
+        before = model.rows(ids).detach().clone()
+        model.rows(ids).sum().backward()
+        rows = model.rows(ids)
+        optimizer.zero_grad()
+        rows.sum().backward()
+        optimizer.step()
+        np.testing.assert_allclose(model.rows(ids).detach().numpy(), before.numpy() - 1.0, atol=1e-6)
+
+
+def test_rows_of_several_minibatches_are_pushed_with_their_push(start_server):
+    server, batches = start_server("--protocol", "hardsync"), list(bags(11, count=7))
+    model = Net(optimizer="sgd", lr=0.1)
+    dense = torch.optim.SGD(model.linear.parameters(), lr=0.1)
+    with RemoteOptimizer(model, dense, server.data, push_every=3, pull_every=3) as optimizer:
+        for batch in batches:
+            step(model, optimizer, batch)
+    # The last one's when the worker leaves.
+    assert {shard.version for shard in inspect(server.control, "ListShards").shards} == {3}
+
+
+def test_what_trains_no_tables_says_so(start_server):
+    model = Net(optimizer="sgd", lr=0.1)
+    with pytest.raises(InvalidArgument, match=r"LocalTraining trains no tables of rows \('users'\): use RemoteOptim"):
+        LocalTraining(model, torch.optim.SGD(model.linear.parameters(), lr=0.1), start_server().data)
+
+
+@pytest.mark.parametrize("overlap", ["step", "backward"])
+def test_rows_go_with_pushes_beside_the_computation(start_server, overlap):
+    server, batches, model = start_server(), list(bags(12, count=3)), Net(optimizer="adagrad", lr=0.2)
+    dense = torch.optim.SGD(model.linear.parameters(), lr=0.1)
+    with RemoteOptimizer(model, dense, server.data, overlap=overlap) as optimizer:
+        losses = [step(model, optimizer, batch) for batch in batches * 20]
+    assert np.mean(losses[-3:]) < 0.5 * np.mean(losses[:3])
+    shards = inspect(server.control, "ListShards").shards
+    assert {shard.version for shard in shards} <= set(range(20, 61))
+    assert sum(shard.table.rows for shard in shards) == torch.unique(torch.cat([ids for ids, _, _ in batches])).numel()
+
+
+def test_a_round_of_rows_ends_where_a_worker_has_no_data_left(start_server):
+    server, batches = start_server("--protocol", "hardsync", "--expected-workers", "2"), list(bags(13, count=7))
+
+    def worker(index):
+        launch = Launch(servers=server.data, worker_id=f"worker-{index}", worker_index=index)
+        model = Net(optimizer="sgd", lr=0.05)
+        dense = torch.optim.SGD(model.linear.parameters(), lr=0.05)
+        with RemoteOptimizer(model, dense, launch=launch) as optimizer:
+            portions = Portions(batches, optimizer, batch_size=1, epochs=1, portion_batches=1)
+            return [step(model, optimizer, batches[number]) for (number,) in portions]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sum(len(losses) for losses in pool.map(worker, range(2))) == 7
+    assert {shard.version for shard in inspect(server.control, "ListShards").shards} <= set(range(4, 8))

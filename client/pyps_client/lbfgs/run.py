@@ -15,6 +15,7 @@ from pyps_client.lbfgs.gradient import MapDataset, PortionComputation, PortionLo
 from pyps_client.lbfgs.worker import CoordinatedWork, SandblasterResult
 from pyps_client.log import logger
 from pyps_client.replica.group import ALONE
+from pyps_client.torch.embedding import require_no_tables
 from pyps_client.torch.joining import Joining
 from pyps_client.torch.layout import several, shareable_buffers, warn_of_float64
 from pyps_client.torch.memory import TorchConverter
@@ -64,6 +65,7 @@ def sandblaster(
     """
     leave.install_where_asked()
     launch = Launch.of(servers, launch)
+    require_no_tables(model, user="sandblaster()")
     compute_loss = loss_function(model, loss, loss_of)
     num_examples = checked_length(dataset)
     if batch_size < 1:

@@ -11,13 +11,12 @@ import torch.nn.functional as F
 
 from pyps_client.join import model_of_run
 from pyps_client.launch import LOCAL, Launch
-from pyps_client.tables import Gradients, Pulled, RowCache, Tables, merged, require_ids
+from pyps_client.tables import Gradients, Pulled, RowCache, Tables, require_ids
 from pyps_client.vectors import FiniteGuard
 from pyps_wire.errors import InvalidArgument
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.rows import Ids
 
-# Settings that the servers have besides those of the rule.
 _RULES = {"sgd", "adagrad", "rowwise_adagrad", "adam"}
 
 
@@ -115,18 +114,18 @@ class Embedding(torch.nn.Module):
         unique, _ = self._unique(ids)
         self._prefetched[unique.tobytes()] = self._asked(unique, beside=True)
 
-    def take_gradients(self) -> Gradients | None:
-        """Return the summed gradients of what was looked up since the last call; None for none."""
+    def clear_gradients(self) -> None:
+        """Forget the gradients of backward passes that no step followed, as `zero_grad` does for parameters."""
+        self._batches = [each for each in self._batches if each[1].grad is None]
+
+    def take_gradients(self) -> list[Gradients]:
+        """Return the gradients of each lookup since the last call."""
         batches, self._batches = self._batches, []
-        used = [(ids, rows.grad, versions) for ids, rows, versions in batches if rows.grad is not None]
-        if not used:
-            return None
-        parts = [(ids, gradient.detach().to("cpu", torch.float32).numpy()) for ids, gradient, _ in used]
-        ids, rows = merged(parts, self.dim)
-        versions = {shard: min(each.get(shard, version) for *_, each in used) for shard, version in used[0][2].items()}
-        for *_, each in used:
-            versions |= {shard: version for shard, version in each.items() if shard not in versions}
-        return Gradients(ids, rows, versions)
+        return [
+            Gradients(ids, rows.grad.detach().to("cpu", torch.float32).numpy(), versions)
+            for ids, rows, versions in batches
+            if rows.grad is not None
+        ]
 
     def _unique(self, ids: torch.Tensor) -> tuple[Ids, torch.Tensor]:
         if not isinstance(ids, torch.Tensor):
@@ -186,6 +185,12 @@ def tables_of(module: torch.nn.Module) -> list[Embedding]:
     return found
 
 
+def require_no_tables(module: torch.nn.Module, *, user: str) -> None:
+    """Raise InvalidArgument for a model with tables."""
+    if tables := tables_of(module):
+        raise InvalidArgument(f"{user} trains no tables of rows ({tables[0].name!r}): use RemoteOptimizer.")
+
+
 def with_tables(model: Model, tables: Sequence[Embedding], launch: Launch) -> Model:
     """Return the model with the tables behind its parameters, in as many shards as in the run, or a shard a server."""
     if not tables:
@@ -200,16 +205,15 @@ def with_tables(model: Model, tables: Sequence[Embedding], launch: Launch) -> Mo
     return replace(model, tensors=(*model.tensors, *entries))
 
 
-def push(tables: Iterable[Embedding], of_run: Tables, finite: FiniteGuard, *, clock: int, example_count: int) -> None:
-    """Push the gradients of all tables; of none where one is not finite, which `finite` counts."""
-    gradients = {table.name: given for table in tables if (given := table.take_gradients()) is not None}
-    for name, given in gradients.items():
+def gather(tables: Iterable[Embedding], of_run: Tables, finite: FiniteGuard) -> None:
+    """Add the gradients of all tables to the next push; of none where one is not finite, which `finite` counts."""
+    gradients = [(table.name, each) for table in tables for each in table.take_gradients()]
+    for name, given in gradients:
         wrong = np.argwhere(~np.isfinite(given.rows))
         if wrong.size:
             row, column = wrong[0]
             finite.skipped(f"table {name!r}", (int(given.ids[row]), int(column)), float(given.rows[row, column]))
-            gradients = {}
-            break
-    else:
-        finite.passed()
-    of_run.push(gradients, clock=clock, example_count=example_count)
+            return
+    finite.passed()
+    for name, given in gradients:
+        of_run.gather(name, given)

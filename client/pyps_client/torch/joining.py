@@ -16,7 +16,7 @@ from pyps_client.join import model_of_run
 from pyps_client.launch import Launch
 from pyps_client.replica.group import ALONE, Group, agreed, led
 from pyps_client.torch.buffers import SharedBuffers
-from pyps_client.torch.embedding import tables_of, with_tables
+from pyps_client.torch.embedding import require_no_tables, tables_of, with_tables
 from pyps_client.torch.layout import Layout, named_groups, plain_name, plan, several
 from pyps_client.torch.overlap import steps_of
 from pyps_client.torch.parameters import initial_values
@@ -68,6 +68,8 @@ class Joining:
                 "sets): give RemoteOptimizer or sandblaster() replica=Replica(), or start workers of one process."
             )
         self.module, self.launch, self.replica = module, launch, replica
+        if replica is not ALONE:
+            require_no_tables(module, user="A replica of several processes")
         self.tables, self.finite_rows = tables_of(module), FiniteGuard()
         self._param_groups: Sequence[Mapping[str, Any]] = optimizer.param_groups
         self._settings = replace(settings, local_rate_known=steps_known)

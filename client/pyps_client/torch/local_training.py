@@ -16,6 +16,7 @@ from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
 from pyps_client.pull import LeaseCall
 from pyps_client.replica.group import ALONE
+from pyps_client.torch.embedding import require_no_tables
 from pyps_client.torch.joining import OwnModel, unwrapped
 from pyps_client.torch.layout import plan, shareable_buffers
 from pyps_client.torch.remote_optimizer import OfRun, RemoteOptimizer, _uncompiled
@@ -100,6 +101,7 @@ class LocalTraining(OfRun):
         Raises a ConfigurationError for a model, an optimizer or a setting that no run can have.
         """
         module = unwrapped(model, ALONE)
+        require_no_tables(module, user="LocalTraining")
         _check_inner(optimizer)
         if sync_every != "auto" and (not isinstance(sync_every, int) or isinstance(sync_every, bool) or sync_every < 1):
             raise InvalidArgument(f"sync_every is {sync_every!r}; expected a number of steps, 1 or more, or 'auto'.")

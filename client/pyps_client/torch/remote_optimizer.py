@@ -23,7 +23,7 @@ from pyps_client.fork import ForkGuard
 from pyps_client.launch import LOCAL, Launch
 from pyps_client.log import logger
 from pyps_client.replica.group import ALONE, Group, agreed
-from pyps_client.torch.embedding import push as push_rows
+from pyps_client.torch.embedding import gather
 from pyps_client.torch.joining import Joining, OwnModel, unwrapped
 from pyps_client.torch.layout import warn_of_float64, warn_of_unshared, whole_state
 from pyps_client.torch.schedule import Settings
@@ -315,6 +315,8 @@ class RemoteOptimizer(OfRun):
             if not self._is_joined:
                 self.join()
             self._steps.before_clearing(in_place=not set_to_none)
+        for table in self._joining.tables:
+            table.clear_gradients()
         super().zero_grad(set_to_none)
 
     def until_finished(self, batches: Iterable[T]) -> Iterator[T]:
@@ -492,9 +494,7 @@ class RemoteOptimizer(OfRun):
             if place.newest is not None or self.data_position is not None:
                 steps.data_position = place.after_step(self)
             if (of_run := steps.session.tables) is not None:
-                examples = steps.examples_in_batch or 0
-                tables, finite = self._joining.tables, self._joining.finite_rows
-                push_rows(tables, of_run, finite, clock=steps.session.clock, example_count=examples)
+                gather(self._joining.tables, of_run, self._joining.finite_rows)
             steps.step(gradients)
         finally:
             self._stepping = 0

@@ -315,6 +315,8 @@ class Steps:
             if gradient is not None:
                 self._add(gradients, due)
                 return
+        if self.session.tables is not None and self.session.tables.gathers:
+            self._add(gradients, due)
 
     def seal(self) -> bool:
         """Convert what has gathered for the wire; False where it is left out."""
