@@ -21,7 +21,7 @@ from pyps_client.run_state import OUTDATED
 from pyps_client.transport import Incoming, Parts, Payload
 from pyps_client.transport.connection import Connection, Servers, call_seconds
 from pyps_client.transport.grpc import GrpcChannel
-from pyps_wire.codecs import Codec
+from pyps_wire.codecs import FLOAT32, Codec
 from pyps_wire.common_pb2 import (
     OUTCOME_REJECTED,
     PAYLOAD_KIND_GRADIENT,
@@ -36,6 +36,10 @@ from pyps_wire.partition import Partition, ShardRange
 from pyps_wire.rows import Ids, bucket_of
 
 Rows = npt.NDArray[np.float32]
+# Ids are spread over places by another hash than over shards.
+SALT = 0x9E3779B97F4A7C15
+# Of each table, the rows whose encodings' errors are kept.
+KEPT_ROWS = 2**16
 
 
 # Rows, and by shard the version of them.
@@ -52,6 +56,9 @@ class Gradients:
     rows: Rows
     # By shard, the version at which the rows were pulled.
     versions: Mapping[int, int]
+
+    def of(self, index: npt.NDArray[np.intp]) -> tuple[Ids, Rows]:
+        return self.ids[index], self.rows[index]
 
 
 class Tables:
@@ -82,7 +89,8 @@ class Tables:
         self.held = {index: Held(shards) for index, shards in of_servers.items()}
         self._servers, self._sender, self._kept = servers, sender, kept
         self._next_sequence = next_sequence
-        self._codecs = gradient_codec, parameter_codec
+        self._encoders = {name: _RowEncoder(gradient_codec, dim) for name, dim in self.dims.items()}
+        self._pull_codec = parameter_codec
         self._wait_seconds = wait_seconds
         self._gathering = threading.Lock()
         # Guarded by _gathering.
@@ -139,7 +147,7 @@ class Tables:
                 place = _Place(ids if index is None else ids[index], index, *found[name])
                 if place.ids.size:
                     places[self._server_of[shard.shard_id]][shard.shard_id] = place
-        codec, poll = self._codecs[1], LongPoll(self._wait_seconds)
+        codec, poll = self._pull_codec, LongPoll(self._wait_seconds)
         self._on_servers(
             {
                 index: _Pull(connection, self._sender, self.held[index], places[index], codec, poll)
@@ -204,9 +212,10 @@ class Tables:
                 num_rows = ids.size if index is None else index.size
                 if given is not None and num_rows:
                     message.kind, message.num_rows = PAYLOAD_KIND_GRADIENT, num_rows
-                    message.codec = self._codecs[0]  # type: ignore[assignment]
+                    encoder = self._encoders[name]
+                    message.codec = encoder.codec  # type: ignore[assignment]
                     message.base_version = given.versions[shard.shard_id]
-                    payload = _payload(given, index, self._codecs[0])
+                    payload = encoder.encode(*((given.ids, given.rows) if index is None else given.of(index)))
                 messages[server].append((message, payload))
         answers = self._on_servers(
             {
@@ -399,15 +408,32 @@ class RowCache:
         self._versions[places] = of_shards[self._tables.buckets(self._name, ids)]
 
     def _places(self, ids: Ids) -> npt.NDArray[np.intp]:
-        return bucket_of(ids, self._ids.size, salt=0x9E3779B97F4A7C15).astype(np.intp)
+        return bucket_of(ids, self._ids.size, SALT).astype(np.intp)
 
 
-def _payload(given: Gradients, index: npt.NDArray[np.intp] | None, codec: Codec) -> memoryview:
-    ids, rows = (given.ids, given.rows) if index is None else (given.ids[index], given.rows[index])
-    numbers = np.ascontiguousarray(rows, np.float32).reshape(-1)
-    if codec.dtype == np.float32:
-        return memoryview(ids.tobytes() + numbers.tobytes())
-    return memoryview(ids.tobytes() + bytes(codec.encode(numbers)))
+class _RowEncoder:
+    """Encodes rows. What an encoding of few bits lacks is added to the same row's next gradient, as for vectors.
+
+    So much is kept of the rows pushed last: an id has one place, so two ids may put each other out.
+    """
+
+    def __init__(self, codec: Codec, dim: int) -> None:
+        # Of other encodings rows would share blocks.
+        by_row = not codec.sparse and codec.max_bytes(2 * dim) == 2 * codec.max_bytes(dim)
+        self.codec: Codec = codec if by_row else FLOAT32
+        num_kept = KEPT_ROWS if self.codec.stateful else 0
+        self._ids, self._lost = np.zeros(num_kept, np.int64), np.zeros((num_kept, dim), np.float32)
+
+    def encode(self, ids: Ids, rows: Rows) -> memoryview:
+        """Return the payload: the ids, then the rows."""
+        rows = np.ascontiguousarray(rows, np.float32)
+        if not self.codec.stateful:
+            return memoryview(b"".join((ids.data, self.codec.encode(rows.reshape(-1)))))
+        places, lost = bucket_of(ids, KEPT_ROWS, SALT), np.empty_like(rows)
+        residual = np.where((self._ids[places] == ids)[:, None], self._lost[places], np.float32(0))
+        payload = self.codec.encode_feedback(rows.reshape(-1), residual.reshape(-1), lost.reshape(-1))
+        self._ids[places], self._lost[places] = ids, lost
+        return memoryview(b"".join((ids.data, payload)))
 
 
 def merged(parts: Sequence[Gradients]) -> Gradients:

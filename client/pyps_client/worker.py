@@ -171,7 +171,7 @@ class Worker:
                 sender=self.sender,
                 kept=self._kept,
                 next_sequence=self._pushes.next_sequence,
-                gradient_codec=self._codec if self._codec.dtype is not None else FLOAT32,
+                gradient_codec=self._codec,
                 parameter_codec=self._pull_codec if self._pull_codec.dtype is not None else FLOAT32,
                 wait_seconds=self.launch.wait_seconds,
             )

@@ -277,10 +277,11 @@ def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> 
 
 def _require_rows(gradient: Gradient, length: int) -> None:
     codec, num_rows, held = gradient.codec, gradient.num_rows, memoryview(gradient.payload).nbytes
-    if gradient.extents or codec not in NATIVE or codec.dtype is None:
+    by_row = not codec.sparse and num_rows * codec.max_bytes(length) == codec.max_bytes(num_rows * length)
+    if gradient.extents or codec not in NATIVE or not by_row:
         raise InvalidArgument(
-            f"rows came in {codec.name} with {len(gradient.extents)} extents; expected whole rows in "
-            "float32, float16 or bfloat16"
+            f"rows of {length} numbers came in {codec.name} with {len(gradient.extents)} extents; expected whole rows, "
+            "each encoded by itself, in an encoding of which no block would hold numbers of two rows"
         )
     if held != (expected := ID_BYTES * num_rows + codec.max_bytes(num_rows * length)):
         raise WrongSize(f"{num_rows} ids and rows of {length} numbers in {held} bytes; {codec.name} takes {expected}")

@@ -308,3 +308,21 @@ def test_a_round_of_rows_ends_where_a_worker_has_no_data_left(start_server):
     with ThreadPoolExecutor(2) as pool:
         assert sum(len(losses) for losses in pool.map(worker, range(2))) == 7
     assert {shard.version for shard in inspect(server.control, "ListShards").shards} <= set(range(4, 8))
+
+
+@pytest.mark.parametrize(("codec", "dim"), [("bfloat16", 8), ("int8", 32), ("int4", 64), ("int8", 40)])
+def test_what_an_encoding_of_gradients_lacks_comes_with_the_next(start_server, codec, dim):
+    table, weight = Embedding("users", dim, optimizer="sgd", lr=1.0), torch.nn.Linear(1, 1)
+    model, ids = torch.nn.ModuleList([table, weight]), torch.tensor([3, -7, 2**60])
+    gradient, count = torch.from_numpy(np.random.default_rng(3).normal(size=(3, dim)).astype(np.float32)), 40
+    launch = Launch(servers=start_server("--staleness", "none").data, gradient_codec=codec)
+    with RemoteOptimizer(model, torch.optim.SGD(weight.parameters(), lr=0.1), launch=launch) as optimizer:
+        optimizer.join()
+        before = table(ids).detach().clone()
+        for _ in range(count):
+            optimizer.zero_grad()
+            (table(ids) * gradient).sum().backward()
+            optimizer.step()
+        lacking = (before - count * gradient - table(ids).detach()).abs().max().item()
+    # Half of a step between two numbers of the encoding; of bfloat16, which keeps nothing back, in each push.
+    assert lacking < {"bfloat16": 0.01 * count, "int8": 0.02 if dim == 32 else 1e-4, "int4": 0.7}[codec]
