@@ -307,6 +307,9 @@ class Observer:
             raise
         whole = self._handshake.whole
         assert whole is not None
+        # Whose rows only workers ask for, by their ids.
+        self.tables = [table.name for table in whole.model.tables.values()]
+        whole = whole.without_tables()
         # A restarted server may have another port.
         self._control_ports = [reply.control_address.rpartition(":")[2] for reply in replies]
         self.run_id = self._handshake.sender.run_id

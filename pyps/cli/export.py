@@ -88,6 +88,9 @@ def export(
             waits = {"start_wait_seconds": wait_seconds, "loss_wait_seconds": wait_seconds}
             with observe(servers, read_token(token_file), **waits) as observer:
                 tensors = observer.snapshot()
+                if observer.tables:
+                    named = ", ".join(observer.tables)
+                    log.warning("tables of rows are exported from a --checkpoint only", left_out=named)
         form = form or _FORMS.get(file.suffix, Form.safetensors)
         if form is Form.parquet:
             _write_tables(file, tensors)

@@ -190,8 +190,12 @@ def test_a_log_replays_to_the_same_rows(start_server, tmp_path):
 def test_an_export_has_ids_and_rows(start_server, tmp_path):
     server, batches = start_server("--checkpoint-dir", str(tmp_path)), list(bags(6, count=5))
     rows = trained(server.data, batches, bfloat16=True)
-    server.stop()
     file = tmp_path / "model.safetensors"
+    assert "tables of rows are exported from a --checkpoint only" in shell(
+        "export", str(file), "--servers", server.data
+    )
+    assert set(load_file(file)) == {"linear.weight", "linear.bias"}
+    server.stop()
     shell("export", str(file), "--checkpoint", str(tmp_path))
     exported = load_file(file)
     np.testing.assert_array_equal(exported["users.ids"], np.unique(np.concatenate([ids for ids, _, _ in batches])))
