@@ -308,7 +308,8 @@ class _Pull:
         if payload.nbytes != self.codec.max_bytes(count):
             raise WrongSize(f"{payload.nbytes} bytes of rows of shard {reply.shard_id}; expected {count} numbers.")
         if isinstance(payload, Incoming):
-            buffer = np.empty(payload.nbytes, np.uint8).data
+            stays = place.index is None and self.codec.dtype == np.float32
+            buffer = (place.rows if stays else np.empty(payload.nbytes, np.uint8)).data.cast("B")
             payload.receive(buffer)
             payload = buffer
         if reply.epoch != self.held.epoch:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from pyps_client.join import model_of_run
 from pyps_client.launch import LOCAL, Launch
 from pyps_client.tables import Gradients, Pulled, RowCache, Tables, require_ids
-from pyps_client.vectors import FiniteGuard
+from pyps_client.vectors import FiniteGuard, first_non_finite
+from pyps_wire.codecs import FLOAT32
 from pyps_wire.errors import InvalidArgument
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.rows import Ids
@@ -81,7 +84,7 @@ class Embedding(torch.nn.Module):
         self._cache: RowCache | None = None
         # What the script looked up since the last step: ids, their rows and the versions of these.
         self._batches: list[tuple[Ids, torch.Tensor, dict[int, int]]] = []
-        self._prefetched: dict[bytes, Callable[[], Pulled]] = {}
+        self._prefetched: dict[bytes, _Asked] = {}
 
     def extra_repr(self) -> str:
         return f"{self.name!r}, dim={self.dim}, {self._spec}"
@@ -111,8 +114,8 @@ class Embedding(torch.nn.Module):
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """Bring the rows of these ids beside the computation, for the `forward` with the same ids."""
-        unique, _ = self._unique(ids)
-        self._prefetched[unique.tobytes()] = self._asked(unique, beside=True)
+        numbers = self._numbers(ids)
+        self._prefetched[numbers.tobytes()] = self._asked(numbers, beside=True)
 
     def clear_gradients(self) -> None:
         """Forget the gradients of backward passes that no step followed, as `zero_grad` does for parameters."""
@@ -127,25 +130,28 @@ class Embedding(torch.nn.Module):
             if rows.grad is not None
         ]
 
-    def _unique(self, ids: torch.Tensor) -> tuple[Ids, torch.Tensor]:
+    def _numbers(self, ids: torch.Tensor) -> Ids:
         if not isinstance(ids, torch.Tensor):
             raise InvalidArgument(f"Ids of table {self.name!r} are a {type(ids).__name__}; expected a torch.Tensor.")
         if ids.dtype not in (torch.int64, torch.int32):
             raise InvalidArgument(f"Ids of table {self.name!r} are of type {ids.dtype}; expected torch.int64.")
-        unique, inverse = np.unique(require_ids(ids.detach().cpu().numpy(), table=self.name), return_inverse=True)
-        return unique, torch.from_numpy(inverse.reshape(ids.shape)).to(ids.device)
+        return require_ids(ids.detach().cpu().numpy(), table=self.name)
 
     def _rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        unique, inverse = self._unique(ids)
-        waited = self._prefetched.pop(unique.tobytes(), None) or self._asked(unique, beside=False)
-        found, versions = waited()
+        numbers = self._numbers(ids)
+        asked = self._prefetched.pop(numbers.tobytes(), None) or self._asked(numbers, beside=False)
+        found, versions = asked.wait()
         rows = torch.from_numpy(found).to(ids.device).requires_grad_(torch.is_grad_enabled())
         if rows.requires_grad:
-            self._batches.append((unique, rows, versions))
-        return inverse, rows
+            self._batches.append((asked.unique, rows, versions))
+        return torch.from_numpy(asked.inverse.reshape(ids.shape)).to(ids.device), rows
 
-    def _asked(self, unique: Ids, *, beside: bool) -> Callable[[], Pulled]:
-        """Ask for rows, on a thread where it is to be `beside`; return what waits for them."""
+    def _asked(self, ids: Ids, *, beside: bool) -> _Asked:
+        """Ask for the rows of ids, on a thread where it is to be `beside`."""
+        unique, inverse = np.unique(ids, return_inverse=True)
+        return _Asked(unique, inverse, self._waits(unique, beside=beside))
+
+    def _waits(self, unique: Ids, *, beside: bool) -> Callable[[], Pulled]:
         tables, cache = self._of_run(), self._cache
         if cache is None:
             return self._pulled(tables, unique, beside=beside)
@@ -173,6 +179,14 @@ class Embedding(torch.nn.Module):
                 "its first forward pass."
             )
         return self._tables
+
+
+class _Asked(NamedTuple):
+    """Rows that were asked for: their ids, where each id of the script's is among these, and what waits for them."""
+
+    unique: Ids
+    inverse: npt.NDArray[np.intp]
+    wait: Callable[[], Pulled]
 
 
 def tables_of(module: torch.nn.Module) -> list[Embedding]:
@@ -209,10 +223,10 @@ def gather(tables: Iterable[Embedding], of_run: Tables, finite: FiniteGuard) -> 
     """Add the gradients of all tables to the next push; of none where one is not finite, which `finite` counts."""
     gradients = [(table.name, each) for table in tables for each in table.take_gradients()]
     for name, given in gradients:
-        wrong = np.argwhere(~np.isfinite(given.rows))
-        if wrong.size:
-            row, column = wrong[0]
-            finite.skipped(f"table {name!r}", (int(given.ids[row]), int(column)), float(given.rows[row, column]))
+        place = first_non_finite(given.rows, FLOAT32)
+        if place is not None:
+            row, column = divmod(place, given.rows.shape[1])
+            finite.skipped(f"table {name!r}", (int(given.ids[row]), column), float(given.rows[row, column]))
             return
     finite.passed()
     for name, given in gradients:
