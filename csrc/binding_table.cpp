@@ -3,9 +3,9 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <deque>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "binding_arguments.h"
@@ -15,45 +15,6 @@
 
 namespace pyps {
 namespace {
-
-// A list of (ids, payload, codec, factor). Held until destruction.
-class PartList {
- public:
-  PartList(const py::sequence& list, std::size_t dim) {
-    if (list.size() == 0) {
-      throw py::value_error("parts is empty; expected at least one (ids, payload, codec, factor)");
-    }
-    for (const py::handle item : list) add(item, dim);
-  }
-
-  std::span<const TablePart> view() const { return parts_; }
-  std::size_t num_rows() const {
-    std::size_t num = 0;
-    for (const TablePart& part : parts_) num += part.ids.count;
-    return num;
-  }
-
- private:
-  void add(py::handle item, std::size_t dim) {
-    const std::string name = "parts[" + std::to_string(parts_.size()) + "]";
-    if (!py::isinstance<py::tuple>(item) || PyTuple_GET_SIZE(item.ptr()) != 4) {
-      throw py::type_error(name + " is of type " + type_name(item) +
-                           "; expected a tuple (ids, payload, codec, factor)");
-    }
-    const auto part = [&](int index) { return py::handle(PyTuple_GET_ITEM(item.ptr(), index)); };
-    const Ids ids =
-        held_.emplace_back(part(0), name + "'s ids").numbers<std::int64_t>("ql", "int64");
-    const CodecTraits& codec = to_codec(to_number<int>(part(2), name, "codec"));
-    const double factor = to_number<double>(part(3), name, "factor");
-    const Bytes& payload = held_.emplace_back(part(1), name + "'s payload");
-    payload.require_rows(codec, ids.count, dim);
-    parts_.push_back(
-        {ids, payload.data(), codec, to_float32(factor, (name + "'s factor").c_str())});
-  }
-
-  std::deque<Bytes> held_;
-  std::vector<TablePart> parts_;
-};
 
 // An array that owns the numbers.
 template <class Number>
@@ -66,80 +27,77 @@ py::array to_array(std::vector<Number> numbers, const char* dtype, std::vector<s
 
 class BoundTable {
  public:
-  explicit BoundTable(const TableSettings& settings)
-      : table_(settings), numbers_(names_in(table_.rule().numbers)) {}
+  explicit BoundTable(const TableSettings& settings) : table_(settings) {}
 
-  const std::vector<std::string>& numbers() const { return numbers_; }
+  std::vector<std::string> numbers() const { return names_in(table_.rule().numbers); }
 
-  void update(const py::sequence& parts, const py::tuple& numbers, std::uint64_t version) {
-    const PartList list(parts, dim());
-    const std::vector<float> values = to_float32s(numbers, numbers_, table_.rule());
-    const GilReleased without_gil(list.num_rows() * dim());
-    table_.update(list.view(), values.data(), version);
+  void update(const std::vector<std::tuple<py::object, py::object, int, float>>& parts,
+              const py::tuple& numbers, std::uint64_t version) {
+    std::deque<Bytes> held;
+    std::vector<TablePart> list;
+    std::size_t num_rows = 0;
+    for (const auto& [ids, payload, codec, factor] : parts) {
+      const Ids updated = held.emplace_back(ids, "ids").numbers<std::int64_t>("ql", "int64");
+      const Bytes& gradients = held.emplace_back(payload, "payload");
+      gradients.require_rows(to_codec(codec), updated.count, dim());
+      list.push_back({updated, gradients.data(), to_codec(codec), factor});
+      num_rows += updated.count;
+    }
+    const std::vector<float> values = to_float32s(numbers, this->numbers(), table_.rule());
+    const GilReleased without_gil(num_rows * dim());
+    table_.update(list, values.data(), version);
   }
 
-  std::size_t bytes_with(const py::sequence& lists, std::uint64_t version) {
+  std::size_t bytes_with(const std::vector<py::object>& lists, std::uint64_t version) {
     std::deque<Bytes> held;
     std::vector<Ids> ids;
-    for (const py::handle list : lists) {
+    std::size_t num_ids = 0;
+    for (const py::object& list : lists) {
       ids.push_back(held.emplace_back(list, "ids").numbers<std::int64_t>("ql", "int64"));
+      num_ids += ids.back().count;
     }
+    const GilReleased without_gil(num_ids);
     return table_.bytes_with(ids, version);
   }
 
-  std::size_t lookup(py::handle ids, py::handle reply) const {
+  std::size_t lookup(py::handle ids, const py::tuple& reply) const {
     const Bytes held(ids, "ids");
     const Ids wanted = held.numbers<std::int64_t>("ql", "int64");
     const ReplyPlace place(reply, dim(), wanted.count);
-    if (place.view().encoded == nullptr) {
-      throw py::type_error("reply is None; expected a tuple (buffer, offset, codec)");
-    }
     const CodecTraits& codec = to_codec(static_cast<int>(place.view().codec));
     const GilReleased without_gil(wanted.count * dim());
     return table_.lookup(wanted, static_cast<unsigned char*>(place.view().encoded), codec);
   }
 
   py::tuple dump(std::uint64_t after_version, bool candidates) const {
-    const Table::Kind kind = candidates ? Table::Kind::candidate : Table::Kind::row;
     Table::Dump dumped;
     {
       const GilReleased without_gil(SIZE_MAX);
-      dumped = table_.dump(kind, after_version);
+      dumped = table_.dump(candidates, after_version);
     }
-    const bool narrow = table_.settings().codec != Codec::float32;
-    const char* dtype = candidates ? "u4" : narrow ? "u2" : "f4";
-    const std::size_t num = dumped.ids.size(), slots_size = table_.layout(kind).slots_size;
-    const py::array ids = to_array(std::move(dumped.ids), "i8", {num});
-    const py::array versions = to_array(std::move(dumped.versions), "u8", {num});
-    const py::array parameters =
-        to_array(std::move(dumped.parameters), dtype, {num, candidates ? 1 : dim()});
-    const py::array slots =
-        to_array(std::move(dumped.slots), "f4", {num, slots_size / sizeof(float)});
-    return py::make_tuple(ids, versions, parameters, slots);
+    const char* dtype = candidates ? "u4" : table_.settings().bfloat16 ? "u2" : "f4";
+    const std::size_t num = dumped.ids.size();
+    const std::size_t num_slots = table_.store(candidates).slots_size / sizeof(float);
+    return py::make_tuple(
+        to_array(std::move(dumped.ids), "i8", {num}),
+        to_array(std::move(dumped.versions), "u8", {num}),
+        to_array(std::move(dumped.parameters), dtype, {num, candidates ? 1 : dim()}),
+        to_array(std::move(dumped.slots), "f4", {num, num_slots}));
   }
 
   void load(py::handle ids, py::handle versions, py::handle parameters, py::handle slots,
             std::uint64_t version, bool candidates) {
-    const Table::Kind kind = candidates ? Table::Kind::candidate : Table::Kind::row;
-    const Table::Layout& layout = table_.layout(kind);
     const Bytes held[] = {
         {ids, "ids"}, {versions, "versions"}, {parameters, "parameters"}, {slots, "slots"}};
     const auto loaded = held[0].numbers<std::int64_t>("ql", "int64");
     const auto updated = held[1].numbers<std::uint64_t>("QL", "uint64");
+    const RowStore& store = table_.store(candidates);
     held[1].require_size(loaded.count * sizeof(std::uint64_t));
-    if (candidates) {
-      held[2].numbers<std::uint32_t>("I", "uint32");
-      held[2].require_size(loaded.count * layout.parameters_size);
-    } else {
-      held[2].require_rows(to_codec(static_cast<int>(table_.settings().codec)), loaded.count,
-                           dim());
-    }
-    held[3].require_rows(to_codec(1), loaded.count, layout.slots_size / sizeof(float));
+    held[2].require_size(loaded.count * store.parameters_size);
+    held[3].require_size(loaded.count * store.slots_size);
     const GilReleased without_gil(loaded.count * dim());
-    table_.load(kind, loaded, updated, held[2].data(), held[3].data(), version);
+    table_.load(candidates, loaded, updated, held[2].data(), held[3].data(), version);
   }
-
-  void clear() { table_.clear(); }
 
   py::dict stats() const {
     using py::arg;
@@ -154,56 +112,23 @@ class BoundTable {
   std::size_t dim() const { return table_.settings().dim; }
 
   Table table_;
-  std::vector<std::string> numbers_;
 };
 
-const Rule& to_rule(const std::string& name) {
-  const Kernels& table = kernels();
-  if (const Rule* rule = find_rule(table, name); rule != nullptr) return *rule;
-  std::string known;
-  for (std::size_t i = 0; i < table.num_rules; ++i) known.append(table.rules[i].name).append(", ");
-  for (std::size_t i = 0; i < table.rows.num_rules; ++i) known += table.rows.rules[i].name;
-  throw py::value_error("rule is '" + name + "'; expected one of: " + known);
-}
-
-float to_positive(double value, const char* name) {
-  if (value >= 0) return to_float32(value, name);
-  throw py::value_error(std::string(name) + " is " + std::to_string(value) +
-                        "; expected at least 0");
-}
-
-std::unique_ptr<BoundTable> new_table(std::size_t dim, const std::string& rule, int codec,
-                                      const py::dict& slots, std::uint64_t seed, double scale,
-                                      double norm_max, std::uint32_t min_count, std::uint64_t ttl,
-                                      std::size_t capacity, std::size_t bytes_max) {
+std::unique_ptr<BoundTable> new_table(std::size_t dim, const std::string& rule,
+                                      const std::vector<float>& first_slots, bool bfloat16,
+                                      std::uint64_t seed, float scale, float norm_max,
+                                      std::uint32_t min_count, std::uint64_t ttl,
+                                      std::size_t capacity) {
   if (dim < 1 || dim > dim_max) {
     throw py::value_error("dim is " + std::to_string(dim) + "; expected 1 to 1024");
   }
-  const Codec held_as = to_codec(codec).codec;
-  if (held_as != Codec::float32 && held_as != Codec::bfloat16) {
-    throw py::value_error("codec is " + std::to_string(codec) +
-                          "; rows are float32 (1) or bfloat16 (3)");
+  const Rule* found = find_rule(kernels(), rule);
+  if (found == nullptr || names_in(found->slots).size() != first_slots.size()) {
+    throw py::value_error("there is no rule '" + rule + "' of " +
+                          std::to_string(first_slots.size()) + " slots");
   }
-  const char* names = to_rule(rule).slots;
-  std::vector<float> first_slots;
-  for (const std::string& name : names_in(names)) {
-    if (!slots.contains(name.c_str())) {
-      throw py::value_error(name + " is missing; the rule takes " + names);
-    }
-    const double first = to_number<double>(slots[name.c_str()], rule, name.c_str());
-    first_slots.push_back(to_float32(first, name.c_str()));
-  }
-  return std::make_unique<BoundTable>(TableSettings{.dim = dim,
-                                                    .rule = rule,
-                                                    .codec = held_as,
-                                                    .first_slots = std::move(first_slots),
-                                                    .seed = seed,
-                                                    .scale = to_positive(scale, "scale"),
-                                                    .norm_max = to_positive(norm_max, "norm_max"),
-                                                    .min_count = min_count,
-                                                    .ttl = ttl,
-                                                    .capacity = capacity,
-                                                    .bytes_max = bytes_max});
+  return std::make_unique<BoundTable>(TableSettings{dim, rule, first_slots, bfloat16, seed, scale,
+                                                    norm_max, min_count, ttl, capacity});
 }
 
 }  // namespace
@@ -213,9 +138,9 @@ void bind_tables(py::module_& module) {
   const arg ids("ids"), versions("versions"), version("version");
   const py::arg_v candidates("candidates", false);
   py::class_<BoundTable>(module, "Table")
-      .def(py::init(&new_table), arg("dim"), arg("rule"), arg("codec"), arg("slots"), py::kw_only(),
-           arg("seed") = 0, arg("scale") = 0.0, arg("norm_max") = 0.0, arg("min_count") = 1,
-           arg("ttl") = 0, arg("capacity") = 0, arg("bytes_max") = 0)
+      .def(py::init(&new_table), arg("dim"), arg("rule"), arg("first_slots"), py::kw_only(),
+           arg("bfloat16") = false, arg("seed") = 0, arg("scale") = 0.0f, arg("norm_max") = 0.0f,
+           arg("min_count") = 1, arg("ttl") = 0, arg("capacity") = 0)
       .def_property_readonly("numbers", &BoundTable::numbers)
       .def("update", &BoundTable::update, arg("parts"), arg("numbers"), version)
       .def("bytes_with", &BoundTable::bytes_with, arg("ids"), version)
@@ -223,7 +148,6 @@ void bind_tables(py::module_& module) {
       .def("dump", &BoundTable::dump, arg("after_version"), candidates)
       .def("load", &BoundTable::load, ids, versions, arg("parameters"), arg("slots"), version,
            candidates)
-      .def("clear", &BoundTable::clear)
       .def("stats", &BoundTable::stats);
 }
 

@@ -1,4 +1,4 @@
-// Rows of tables: the rules that have one slot number a row, first values, and rounding at random.
+// Rows of tables: the rules of tables alone, first values, and rounding at random.
 //
 // For kernels.cpp alone, which is compiled once per instruction set: everything is local to it.
 #pragma once
@@ -65,7 +65,16 @@ std::size_t update_row(float* const* arrays, Gradients gradients, Reply, std::si
   return source.left_out();
 }
 
+// p = g: what somebody else computed. The rate is not read.
+struct Assign {
+  PYPS_NUMBERS(rate);
+  static constexpr float weight_decay = 0.0f;
+
+  void step(float g, float& p) const { p = g; }
+};
+
 constexpr Rule row_rules[] = {
+    entry("assign", "", &Assign::step),
     {"rowwise_adagrad", "accumulator", RowwiseAdagrad::numbers, update_row<RowwiseAdagrad>},
 };
 

@@ -1,28 +1,43 @@
 // Rows of one size, found by their ids and ordered by their last use.
 //
-// An index of groups, each one line of memory, leads from an id to the row's number; rows lie in
-// slabs that never move. This knows neither locks nor what a row holds behind its header.
+// An index leads from an id to the row's number; rows lie in slabs that never move. This knows
+// neither locks nor what numbers a row holds.
 #pragma once
 
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
 
 #include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <new>
-#include <span>
 #include <stdexcept>
 #include <utility>
 #include <vector>
 
 namespace pyps {
+
+// Numbers that may begin at any byte.
+template <class Number>
+struct Packed {
+  const unsigned char* first = nullptr;
+  std::size_t count = 0;
+
+  Number operator[](std::size_t index) const {
+    Number number;
+    std::memcpy(&number, first + index * sizeof number, sizeof number);
+    return number;
+  }
+  Packed piece(std::size_t start, std::size_t count_max) const {
+    return {first + start * sizeof(Number), std::min(count - start, count_max)};
+  }
+};
+using Ids = Packed<std::int64_t>;
+using Versions = Packed<std::uint64_t>;
 
 // The finaliser of splitmix64: a bijection of which every bit depends on all bits of x.
 constexpr std::uint64_t mix(std::uint64_t x) {
@@ -48,103 +63,78 @@ inline Memory allocate(std::size_t size) {
   return memory;
 }
 
-// Open addressing over groups of rows. A group counts the rows that went on because it was full, so
-// that a search ends where none did, and an erased row leaves nothing behind.
+// Open addressing with linear probing. A tag is 32 bits of a hash: the search for it begins at the
+// place that they say, so nothing else is read when an entry moves.
 class RowIndex {
  public:
-  RowIndex() = default;
-  explicit RowIndex(std::size_t num_rows) : memory_(allocate(size_for(num_rows))) {
-    num_groups_ = size_for(num_rows) / sizeof(Group);
-    std::memset(memory_.get(), 0, size());
+  static constexpr std::uint32_t none = UINT32_MAX;
+
+  explicit RowIndex(std::size_t num_rows = 0)
+      : memory_(allocate(size_for(num_rows))), num_entries_(size_for(num_rows) / sizeof(Entry)) {
+    std::fill_n(entries(), num_entries_, Entry{0, none});
   }
 
+  // At least a fourth is free.
   static std::size_t size_for(std::size_t num_rows) {
-    std::size_t num_groups = 1;
-    while (num_rows_max(num_groups) < num_rows) num_groups *= 2;
-    return num_groups * sizeof(Group);
+    return std::bit_ceil(num_rows + num_rows / 3 + 1) * sizeof(Entry);
   }
-  std::size_t size() const { return num_groups_ * sizeof(Group); }
-  bool has_room(std::size_t num_rows) const { return num_rows <= num_rows_max(num_groups_); }
+  std::size_t size() const { return num_entries_ * sizeof(Entry); }
 
-  // Returns the first row of this hash for which is_it(row) is true, or `none`.
+  void reserve(std::size_t num_rows) {
+    if (size_for(num_rows) <= size()) return;
+    RowIndex larger(num_rows);
+    for (std::size_t i = 0; i < num_entries_; ++i) {
+      if (entries()[i].row != none) larger.insert(entries()[i].tag, entries()[i].row);
+    }
+    *this = std::move(larger);
+  }
+
+  // Returns the first row of this tag for which is_it(row) is true, or `none`.
   template <class IsIt>
-  std::uint32_t find(std::uint64_t hash, std::uint32_t none, IsIt is_it) const {
-    std::size_t at = home(hash);
-    for (std::size_t step = 0; step < num_groups_; ++step, at = next(at, hash)) {
-      const Group& group = groups()[at];
-      for (std::uint32_t fits = places(group, tag_of(hash)); fits != 0; fits &= fits - 1) {
-        const std::uint32_t row = group.rows[__builtin_ctz(fits)];
-        if (is_it(row)) return row;
+  std::uint32_t find(std::uint32_t tag, IsIt is_it) const {
+    return entries()[place_of(tag, is_it)].row;
+  }
+
+  void insert(std::uint32_t tag, std::uint32_t row) {
+    entries()[place_of(tag, [](std::uint32_t) { return false; })] = {tag, row};
+  }
+
+  void erase(std::uint32_t tag, std::uint32_t row) {
+    std::size_t gap = place_of(tag, [=](std::uint32_t found) { return found == row; });
+    for (std::size_t at = next(gap); entries()[at].row != none; at = next(at)) {
+      // What is searched for from behind the gap stays.
+      if (((at - home(entries()[at].tag)) & (num_entries_ - 1)) <
+          ((at - gap) & (num_entries_ - 1))) {
+        continue;
       }
-      if (group.num_passed == 0) break;
+      entries()[gap] = entries()[at];
+      gap = at;
     }
-    return none;
+    entries()[gap].row = none;
   }
 
-  void insert(std::uint64_t hash, std::uint32_t row) {
-    std::size_t at = home(hash);
-    for (; places(groups()[at], 0) == 0; at = next(at, hash)) ++groups()[at].num_passed;
-    const int place = __builtin_ctz(places(groups()[at], 0));
-    groups()[at].tags[place] = tag_of(hash);
-    groups()[at].rows[place] = row;
-  }
-
-  void erase(std::uint64_t hash, std::uint32_t row) {
-    for (std::size_t at = home(hash);; at = next(at, hash)) {
-      Group& group = groups()[at];
-      for (std::uint32_t fits = places(group, tag_of(hash)); fits != 0; fits &= fits - 1) {
-        const int place = __builtin_ctz(fits);
-        if (group.rows[place] != row) continue;
-        group.tags[place] = 0;
-        return;
-      }
-      --group.num_passed;
-    }
-  }
-
-  void prefetch(std::uint64_t hash) const {
-    if (num_groups_ != 0) __builtin_prefetch(groups() + home(hash));
-  }
+  void prefetch(std::uint32_t tag) const { __builtin_prefetch(entries() + home(tag)); }
 
  private:
-  static constexpr std::size_t width = 12;
-
-  // A tag is part of the hash, or 0 where the place is free.
-  struct alignas(64) Group {
-    std::uint8_t tags[width];
-    std::uint32_t num_passed;
-    std::uint32_t rows[width];
+  struct Entry {
+    std::uint32_t tag, row;
   };
 
-  static std::size_t num_rows_max(std::size_t num_groups) { return num_groups * width * 7 / 8; }
+  Entry* entries() const { return reinterpret_cast<Entry*>(memory_.get()); }
+  std::size_t home(std::uint32_t tag) const { return tag * std::uint64_t{num_entries_} >> 32; }
+  std::size_t next(std::size_t at) const { return (at + 1) & (num_entries_ - 1); }
 
-  static std::uint8_t tag_of(std::uint64_t hash) {
-    const auto tag = static_cast<std::uint8_t>(hash);
-    return tag == 0 ? 1 : tag;
-  }
-
-  // Those that have this tag, a bit each.
-  static std::uint32_t places(const Group& group, std::uint8_t tag) {
-#if defined(__SSE2__)
-    const __m128i tags = _mm_load_si128(reinterpret_cast<const __m128i*>(group.tags));
-    const __m128i equal = _mm_cmpeq_epi8(tags, _mm_set1_epi8(static_cast<char>(tag)));
-    return static_cast<std::uint32_t>(_mm_movemask_epi8(equal)) & ((1u << width) - 1);
-#else
-    std::uint32_t found = 0;
-    for (std::size_t i = 0; i < width; ++i) found |= std::uint32_t{group.tags[i] == tag} << i;
-    return found;
-#endif
-  }
-
-  Group* groups() const { return reinterpret_cast<Group*>(memory_.get()); }
-  std::size_t home(std::uint64_t hash) const { return hash >> 16 & (num_groups_ - 1); }
-  // An odd distance leads to all groups, whose number is a power of two.
-  std::size_t next(std::size_t at, std::uint64_t hash) const {
-    return (at + (hash >> 8 & 0xff) * 2 + 1) & (num_groups_ - 1);
+  template <class IsIt>
+  std::size_t place_of(std::uint32_t tag, IsIt is_it) const {
+    std::size_t at = home(tag);
+    for (; entries()[at].row != none; at = next(at)) {
+      if (entries()[at].tag == tag && is_it(entries()[at].row)) break;
+    }
+    return at;
   }
 
   Memory memory_;
-  std::size_t num_groups_ = 0;
+  std::size_t num_entries_;
 };
 
 struct RowHeader {
@@ -156,12 +146,13 @@ struct RowHeader {
 
 class RowStore {
  public:
-  static constexpr std::uint32_t none = UINT32_MAX;
+  static constexpr std::uint32_t none = RowIndex::none;
 
-  // `salt` makes another hash of the ids.
-  RowStore(std::size_t body_size, std::uint64_t salt) : body_size_(body_size), salt_(salt) {}
+  // Bytes of a row's parameters and slots. `salt` makes another hash of the ids.
+  RowStore(std::size_t size_of_parameters, std::size_t size_of_slots, std::uint64_t salt)
+      : parameters_size(size_of_parameters), slots_size(size_of_slots), salt_(salt) {}
 
-  RowStore emptied() const { return {body_size_, salt_}; }
+  const std::size_t parameters_size, slots_size;
 
   std::size_t size() const { return size_; }
   std::uint32_t oldest() const { return oldest_; }
@@ -170,33 +161,33 @@ class RowStore {
     unsigned char* slab = slabs_[row / slab_rows];
     return *reinterpret_cast<RowHeader*>(slab + row % slab_rows * row_size());
   }
-  unsigned char* body(std::uint32_t row) const {
+  unsigned char* parameters(std::uint32_t row) const {
     return reinterpret_cast<unsigned char*>(&header(row) + 1);
   }
+  unsigned char* slots(std::uint32_t row) const { return parameters(row) + slots_offset(); }
 
-  std::uint32_t find(std::int64_t id) const { return find(id, hash_of(id)); }
+  std::uint32_t find(std::int64_t id) const { return find(id, tag_of(id)); }
 
   // Calls use(i, row or none) for each id in this order while memory of the next ones is fetched:
-  // so much of each body, and where use `renews` rows, their neighbours.
+  // so much of each row, and where use `renews` rows, their neighbours.
   template <bool renews, class Use>
-  void for_each(std::span<const std::int64_t> ids, std::size_t body_fetched, Use use) const;
+  void for_each(Ids ids, std::size_t fetched, Use use) const;
 
-  // Adds the newest row, its body uninitialised. There must be room, and none of this id.
+  // Adds the newest row, its numbers uninitialised. There must be room, and none of this id.
   std::uint32_t insert(std::int64_t id, std::uint64_t version) {
     const std::uint32_t row = first_erased_ != none ? first_erased_ : num_made_++;
     if (first_erased_ != none) first_erased_ = header(row).newer;
     header(row).id = id;
     header(row).version = version;
     link(row);
-    index_.insert(hash_of(id), row);
+    index_.insert(tag_of(id), row);
     ++size_;
     return row;
   }
 
   void erase(std::uint32_t row) {
-    index_.erase(hash_of(header(row).id), row);
+    index_.erase(tag_of(header(row).id), row);
     unlink(row);
-    header(row).older = erased;
     header(row).newer = std::exchange(first_erased_, row);
     --size_;
   }
@@ -208,54 +199,30 @@ class RowStore {
     link(row);
   }
 
-  std::size_t bytes() const {
-    return memory_size_ + index_.size() + slabs_.capacity() * sizeof slabs_[0];
-  }
-  bool has_room(std::size_t num_rows) const {
-    return index_.has_room(num_rows) && num_missing_slabs(num_rows) == 0;
-  }
-  // The most bytes that are held while the store grows to so many rows: the old index too.
+  // The bytes with so many rows; memory that no row ever used is none yet.
   std::size_t bytes_for(std::size_t num_rows) const {
-    const std::size_t missing = num_missing_slabs(num_rows);
-    return bytes() + missing * slab_size() +
-           (missing == 0 ? 0 : (slabs_.size() + missing) * sizeof slabs_[0]) +
-           (index_.has_room(num_rows) ? 0 : RowIndex::size_for(num_rows));
+    return std::max<std::size_t>(num_rows, num_made_) * row_size() +
+           std::max(RowIndex::size_for(num_rows), index_.size());
   }
-
-  // What makes room, prepared while others read the store, put in place while nobody does.
-  struct Growth {
-    std::vector<unsigned char*> slabs;
-    Memory memory;
-    std::size_t memory_size = 0;
-    RowIndex index;
-  };
-  // Takes up to `spare` bytes more than it must, so that a large store grows in few steps.
-  Growth grow(std::size_t num_rows, std::size_t spare);
-  void adopt(Growth growth) {
-    if (growth.memory != nullptr) {
-      slabs_ = std::move(growth.slabs);
-      memory_.push_back(std::move(growth.memory));
-      memory_size_ += growth.memory_size;
-    }
-    if (growth.index.size() != 0) index_ = std::move(growth.index);
+  // Whether so many rows take no larger index.
+  bool has_room(std::size_t num_rows) const {
+    return RowIndex::size_for(num_rows) <= index_.size();
   }
+  void reserve(std::size_t num_rows);
 
  private:
   static constexpr std::size_t slab_rows = 256;
-  // In place of the older neighbour of a row that is no more; the newer one is the next of these.
-  static constexpr std::uint32_t erased = UINT32_MAX - 1;
 
-  std::size_t row_size() const { return (sizeof(RowHeader) + body_size_ + 7) / 8 * 8; }
-  std::size_t slab_size() const { return slab_rows * row_size(); }
-  std::size_t num_missing_slabs(std::size_t num_rows) const {
-    return std::max((num_rows + slab_rows - 1) / slab_rows, slabs_.size()) - slabs_.size();
+  std::size_t slots_offset() const { return (parameters_size + 3) / 4 * 4; }
+  std::size_t row_size() const {
+    return (sizeof(RowHeader) + slots_offset() + slots_size + 7) / 8 * 8;
   }
 
-  std::uint64_t hash_of(std::int64_t id) const {
-    return mix(static_cast<std::uint64_t>(id) ^ salt_);
+  std::uint32_t tag_of(std::int64_t id) const {
+    return static_cast<std::uint32_t>(mix(static_cast<std::uint64_t>(id) ^ salt_) >> 32);
   }
-  std::uint32_t find(std::int64_t id, std::uint64_t hash) const {
-    return index_.find(hash, none, [=, this](std::uint32_t row) { return header(row).id == id; });
+  std::uint32_t find(std::int64_t id, std::uint32_t tag) const {
+    return index_.find(tag, [=, this](std::uint32_t row) { return header(row).id == id; });
   }
 
   void link(std::uint32_t row) {
@@ -270,12 +237,10 @@ class RowStore {
     (newer == none ? newest_ : header(newer).older) = older;
   }
 
-  std::size_t body_size_;
   std::uint64_t salt_;
   RowIndex index_;
   std::vector<unsigned char*> slabs_;
   std::vector<Memory> memory_;
-  std::size_t memory_size_ = 0;
   std::size_t size_ = 0;
   // Rows that ever were.
   std::uint32_t num_made_ = 0;
@@ -283,21 +248,19 @@ class RowStore {
 };
 
 template <bool renews, class Use>
-void RowStore::for_each(std::span<const std::int64_t> ids, std::size_t body_fetched,
-                        Use use) const {
+void RowStore::for_each(Ids ids, std::size_t fetched, Use use) const {
   // Ids between two stages. What one finds is but a hint to the next: `use` may change all rows.
   constexpr std::size_t distance = 8, num_stages = renews ? 3 : 2, ring = 32;
-  std::uint64_t hashes[ring];
-  std::uint32_t hints[ring];
+  std::uint32_t tags[ring], hints[ring];
   // The rest of a long row is left to the processor's own prefetching.
-  const std::size_t fetched = sizeof(RowHeader) + std::min<std::size_t>(body_fetched, 1024);
-  for (std::size_t i = 0; i < ids.size() + num_stages * distance; ++i) {
-    if (i < ids.size()) {
-      hashes[i % ring] = hash_of(ids[i]);
-      index_.prefetch(hashes[i % ring]);
+  fetched = sizeof(RowHeader) + std::min<std::size_t>(fetched, 1024);
+  for (std::size_t i = 0; i < ids.count + num_stages * distance; ++i) {
+    if (i < ids.count) {
+      tags[i % ring] = tag_of(ids[i]);
+      index_.prefetch(tags[i % ring]);
     }
-    if (const std::size_t k = i - distance; k < ids.size()) {
-      hints[k % ring] = index_.find(hashes[k % ring], none, [](std::uint32_t) { return true; });
+    if (const std::size_t k = i - distance; k < ids.count) {
+      hints[k % ring] = index_.find(tags[k % ring], [](std::uint32_t) { return true; });
       if (hints[k % ring] != none) {
         const auto* row = reinterpret_cast<const unsigned char*>(&header(hints[k % ring]));
         const auto* line = row - reinterpret_cast<std::uintptr_t>(row) % 64;
@@ -305,41 +268,29 @@ void RowStore::for_each(std::span<const std::int64_t> ids, std::size_t body_fetc
       }
     }
     if (const std::size_t k = i - 2 * distance;
-        renews && k < ids.size() && hints[k % ring] != none) {
+        renews && k < ids.count && hints[k % ring] != none) {
       for (const std::uint32_t near :
            {header(hints[k % ring]).older, header(hints[k % ring]).newer}) {
         if (near < num_made_) __builtin_prefetch(&header(near), 1);
       }
     }
-    if (const std::size_t k = i - num_stages * distance; k < ids.size()) {
-      use(k, find(ids[k], hashes[k % ring]));
+    if (const std::size_t k = i - num_stages * distance; k < ids.count) {
+      use(k, find(ids[k], tags[k % ring]));
     }
   }
 }
 
-inline RowStore::Growth RowStore::grow(std::size_t num_rows, std::size_t spare) {
-  if (num_rows >= erased) throw std::length_error("a table holds fewer than 2^32 - 2 rows");
-  Growth growth;
-  if (const std::size_t missing = num_missing_slabs(num_rows); missing != 0) {
-    const std::size_t step = std::min(slabs_.size() / 16, (std::size_t{16} << 20) / slab_size());
-    const std::size_t most = missing + spare / (slab_size() + sizeof slabs_[0]);
-    const std::size_t num = std::max(missing, std::min(step, most));
-    growth.memory_size = num * slab_size();
-    growth.memory = allocate(growth.memory_size);
-    growth.slabs.reserve(slabs_.size() + num);
-    growth.slabs = slabs_;
-    for (std::size_t k = 0; k < num; ++k) {
-      growth.slabs.push_back(growth.memory.get() + k * slab_size());
-    }
-    memory_.reserve(memory_.size() + 1);
-  }
-  if (!index_.has_room(num_rows)) {
-    growth.index = RowIndex(num_rows);
-    for (std::uint32_t row = 0; row < num_made_; ++row) {
-      if (header(row).older != erased) growth.index.insert(hash_of(header(row).id), row);
-    }
-  }
-  return growth;
+inline void RowStore::reserve(std::size_t num_rows) {
+  if (num_rows >= none) throw std::length_error("a table holds fewer than 2^32 - 1 rows");
+  index_.reserve(num_rows);
+  const std::size_t slab_size = slab_rows * row_size(), num = slabs_.size();
+  if (num_rows <= num * slab_rows) return;
+  const std::size_t missing = (num_rows - 1) / slab_rows + 1 - num;
+  // A large store grows in few steps.
+  const std::size_t step = std::max(missing, std::min(num, (std::size_t{16} << 20) / slab_size));
+  slabs_.reserve(num + step);
+  memory_.push_back(allocate(step * slab_size));
+  for (std::size_t k = 0; k < step; ++k) slabs_.push_back(memory_.back().get() + k * slab_size);
 }
 
 }  // namespace pyps

@@ -84,25 +84,25 @@ class Table:
         self,
         dim: int,
         rule: str,
-        codec: int,
-        slots: Mapping[str, float],
+        first_slots: Sequence[float],
         *,
+        bfloat16: bool = False,
         seed: int = 0,
         scale: float = 0.0,
         norm_max: float = 0.0,
         min_count: int = 1,
         ttl: int = 0,
         capacity: int = 0,
-        bytes_max: int = 0,
     ) -> None:
         """Make an empty table.
 
         Args:
             dim: Numbers of a row, 1 to 1024.
-            rule: A rule of shards, or "rowwise_adagrad", which has one accumulator a row.
-            codec: How rows are held: FLOAT32 or BFLOAT16. The latter are rounded at random after each update, as seed,
-                id, version and column have it. Slots are float32.
-            slots: The first value of each.
+            rule: A rule of shards, "rowwise_adagrad", which has one accumulator a row, or "assign", whose rows are
+                their last gradients.
+            first_slots: The first value of each slot, in the rule's order.
+            bfloat16: Whether rows are held so, and rounded at random after each update, as seed, id, version and column
+                have it. Slots are float32.
             seed, scale: Initial values are uniform in [-scale, scale).
             norm_max: A row of a larger Euclidean norm is scaled down to it after its update; 0 for none.
             min_count: The update of its own with which an id becomes a row. Before, it is a candidate, and its
@@ -110,17 +110,13 @@ class Table:
             ttl: Rows and candidates without an update for more versions than that are dropped as the next update
                 begins; 0 for none.
             capacity: A new row beyond so many replaces the least recently updated one; 0 for none.
-            bytes_max: Of all memory of the table; 0 for none.
         """
 
     def update(self, parts: TableParts, numbers: tuple[float, ...], version: int) -> None:
-        """Apply the rule to each row with the weighted sum of its gradients, under a version above the last.
-
-        MemoryError where that would take more than `bytes_max`.
-        """
+        """Apply the rule to each row with the weighted sum of its gradients, under a version above the last."""
 
     def bytes_with(self, ids: Sequence[Buffer], version: int) -> int:
-        """Return the table's bytes after an update of these ids, which ascend in each list."""
+        """Return the most bytes of the table after an update of these ids; as many as now where all have rows."""
 
     def lookup(self, ids: Buffer, reply: Reply) -> int:
         """Write the rows of ids in any order, each encoded by itself; return how many are more than initial."""
@@ -151,9 +147,6 @@ class Table:
 
         Versions ascend, and are not below those that are there. Rows are loaded before candidates.
         """
-
-    def clear(self) -> None:
-        """Drop all, and give back the memory."""
 
     def stats(self) -> dict[str, int]:
         """Return rows, candidates, bytes, and version; and counts since the table is empty.

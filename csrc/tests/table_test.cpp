@@ -20,7 +20,7 @@ pyps::TableSettings settings_of(const std::string& rule, std::size_t dim, Codec 
   pyps::TableSettings settings;
   settings.dim = dim;
   settings.rule = rule;
-  settings.codec = codec;
+  settings.bfloat16 = codec == Codec::bfloat16;
   settings.scale = 0.5f;
   const std::string_view names = pyps::find_rule(pyps::kernels(), rule)->slots;
   const auto num = static_cast<std::size_t>(std::count(names.begin(), names.end(), ',')) + 1;
@@ -69,14 +69,15 @@ std::size_t lookup(const Table& table, std::int64_t end, const pyps::CodecTraits
 void test_copy(const Table& table) {
   const pyps::TableStats stats = table.stats();
   Table copy(table.settings());
-  for (const Table::Kind kind : {Table::Kind::row, Table::Kind::candidate}) {
-    const Table::Dump dump = table.dump(kind, 0);
-    const auto [size, slots_size] = table.layout(kind);
-    const std::size_t num = kind == Table::Kind::row ? stats.rows : stats.candidates;
+  for (const bool candidates : {false, true}) {
+    const Table::Dump dump = table.dump(candidates, 0);
+    const pyps::RowStore& store = table.store(candidates);
+    const std::size_t num = candidates ? stats.candidates : stats.rows;
     CHECK(dump.ids.size() == num && dump.versions.size() == num);
-    CHECK(dump.parameters.size() == num * size && dump.slots.size() == num * slots_size);
-    copy.load(kind, Column(dump.ids).numbers, Column(dump.versions).numbers, dump.parameters.data(),
-              dump.slots.data(), stats.version);
+    CHECK(dump.parameters.size() == num * store.parameters_size);
+    CHECK(dump.slots.size() == num * store.slots_size);
+    copy.load(candidates, Column(dump.ids).numbers, Column(dump.versions).numbers,
+              dump.parameters.data(), dump.slots.data(), stats.version);
   }
   CHECK(copy.stats().rows == stats.rows && copy.stats().candidates == stats.candidates);
 }
@@ -96,8 +97,6 @@ void test_table(const std::string& rule, std::size_t dim, Codec codec) {
       CHECK(min_count > 1 || known == 503);
     }
     test_copy(table);
-    table.clear();
-    CHECK(lookup(table, 3, pyps::all_codecs()[0]) == 0);
   }
 }
 
@@ -130,7 +129,7 @@ void test_tables() {
     pyps::select_isa(isa);
     for (const Codec codec : {Codec::float32, Codec::bfloat16}) {
       for (const std::size_t dim : {1u, 31u, 64u, 1024u}) {
-        for (const char* rule : {"rowwise_adagrad", "adam", "sgd"}) test_table(rule, dim, codec);
+        for (const char* rule : {"rowwise_adagrad", "adam", "assign"}) test_table(rule, dim, codec);
       }
     }
   }

@@ -355,8 +355,10 @@ _ROWWISE_ADAGRAD = UpdateRule(
     adaptive=True,
     derive=_adagrad,
 )
+# theta = g: what an optimizer elsewhere has computed. The rate is not read.
+_ASSIGN = UpdateRule(name="assign", settings={"learning_rate": _LEARNING_RATE})
 # The rules that a table may be given.
-ROW_RULES = {rule.name: rule for rule in (SGD, RULES["adagrad"], _ROWWISE_ADAGRAD, RULES["adam"])}
+ROW_RULES = {rule.name: rule for rule in (SGD, RULES["adagrad"], _ROWWISE_ADAGRAD, RULES["adam"], _ASSIGN)}
 
 
 def find(name: str) -> UpdateRule:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from operator import itemgetter
 from threading import Lock
 from typing import Any, ClassVar, TypeVar
 from zlib import crc32
@@ -28,7 +27,7 @@ from pyps.core.rules import UpdateRule
 from pyps.core.shard import LoggedShard, Shard
 from pyps.core.store import Pushed, Rows, ShardState
 from pyps.core.update import Update, factors_of, has_numbers
-from pyps_wire.codecs import BFLOAT16, FLOAT32, Codec
+from pyps_wire.codecs import Codec
 from pyps_wire.errors import InvalidArgument, NoRoom
 
 Ids = npt.NDArray[np.int64]
@@ -140,14 +139,14 @@ class BoundTable:
         self.adaptive = rule.adaptive
         self._update = table.update
         self._settings, self._derive = dict(hyperparameters), rule.derive
-        self._numbers = itemgetter(*table.numbers)
+        self._names = table.numbers
 
     def apply(self, rows: Sequence[WeightedRows], *, rate: float, version: int) -> None:
         """Update the rows of all ids; `version` is the number of updates before this one."""
         numbers = {**self._settings, "rate": rate}
         if self._derive:
             self._derive(numbers, version)
-        self._update(rows, self._numbers(numbers), version + 1)
+        self._update(rows, tuple(numbers[name] for name in self._names), version + 1)
 
 
 def apply_rows(
@@ -196,8 +195,8 @@ class TableShard(Shard):
         self._table = _kernels.Table(
             dim,
             rule.name,
-            BFLOAT16 if of_rows.bfloat16 else FLOAT32,
-            {slot: settings.hyperparameters.get(rule.first_values.get(slot, ""), 0.0) for slot in rule.slot_names},
+            [settings.hyperparameters.get(rule.first_values.get(slot, ""), 0.0) for slot in rule.slot_names],
+            bfloat16=of_rows.bfloat16,
             seed=of_rows.seed,
             scale=of_rows.scale,
             norm_max=of_rows.max_norm,
