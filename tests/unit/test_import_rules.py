@@ -175,6 +175,7 @@ RULES: dict[str, Callable[[Import], bool]] = {
         and not (i.is_ours or i.is_stdlib or i.is_of("numpy", "google.protobuf", "torch", *GRPC[:1]))
         and not (i.for_types and i.is_of("typing_extensions"))
         and not (i.is_by("pyps_client.integrations") and i.lazy and i.is_of("lightning", "transformers"))
+        and not (i.is_by("pyps_client.torch.dynamicemb") and i.lazy and i.is_of("dynamicemb"))
     ),
 }
 
