@@ -355,7 +355,8 @@ _ROWWISE_ADAGRAD = UpdateRule(
     adaptive=True,
     derive=_adagrad,
 )
-# theta = g: what an optimizer elsewhere has computed. The rate is not read; adaptive, so that staleness scales the rate.
+# theta = g: what an optimizer elsewhere has computed. The rate is not read; as of an adaptive rule staleness scales it
+# alone.
 _ASSIGN = UpdateRule(name="assign", settings={"learning_rate": _LEARNING_RATE}, adaptive=True)
 # The rules that a table may be given.
 ROW_RULES = {rule.name: rule for rule in (SGD, RULES["adagrad"], _ROWWISE_ADAGRAD, RULES["adam"], _ASSIGN)}
