@@ -164,35 +164,26 @@ Table::Dump Table::dump(bool candidates, std::uint64_t after_version) const {
 void Table::load(bool candidates, Ids ids, Versions versions, const unsigned char* parameters,
                  const unsigned char* slots, std::uint64_t version) {
   RowStore& rows = candidates ? candidates_ : rows_;
-  RowStore& others = candidates ? rows_ : candidates_;
   const std::lock_guard writer(writer_);
-  std::uint64_t last = rows.size() == 0 ? 0 : rows.header(rows.newest()).version;
-  for (std::size_t i = 0; i < ids.count; last = versions[i++]) {
-    if (last <= versions[i] && versions[i] <= version) continue;
+  if (rows.size() != 0) throw std::invalid_argument("the table has rows already");
+  for (std::size_t i = 0; i < ids.count; ++i) {
+    const std::uint64_t least = i == 0 ? 0 : versions[i - 1];
+    if (least <= versions[i] && versions[i] <= version) continue;
     throw std::invalid_argument("versions[" + std::to_string(i) + "] is " +
-                                std::to_string(versions[i]) + "; expected " + std::to_string(last) +
-                                " to " + std::to_string(version));
+                                std::to_string(versions[i]) + "; expected " +
+                                std::to_string(least) + " to " + std::to_string(version));
   }
-  {
-    const auto lock = writing();
-    rows.reserve(rows.size() + ids.count);
-  }
-  const auto use = [&](std::size_t i, std::uint32_t row) {
-    if (row == RowStore::none) {
-      // What was loaded before and is now of the other kind.
-      if (const std::uint32_t old = others.find(ids[i]); old != RowStore::none) others.erase(old);
-      row = candidates ? rows.insert(ids[i], versions[i]) : add_row(ids[i], versions[i]);
-    } else {
-      rows.renew(row, versions[i]);
+  const auto lock = writing();
+  rows.reserve(ids.count);
+  for (std::size_t i = 0; i < ids.count; ++i) {
+    if (rows.find(ids[i]) != RowStore::none) {
+      throw std::invalid_argument("id " + std::to_string(ids[i]) + " is there twice");
     }
+    const std::uint32_t row = rows.insert(ids[i], versions[i]);
     std::copy_n(parameters + i * rows.parameters_size, rows.parameters_size, rows.parameters(row));
     std::copy_n(slots + i * rows.slots_size, rows.slots_size, rows.slots(row));
-  };
-  for_each_row<true>(rows, ids, 0, [this] { return writing(); }, use);
-  version = std::max(version, counts_.version);
-  expire(version);
-  const auto lock = writing();
-  counts_.version = version;
+  }
+  counts_.version = std::max(version, counts_.version);
 }
 
 TableStats Table::stats() const {

@@ -83,7 +83,7 @@ class Table {
   // Returns what was updated after a version, the oldest first.
   Dump dump(bool candidates, std::uint64_t after_version) const;
 
-  // Adds what was dumped as the newest, and drops what is too old at the version of the dump.
+  // Puts what was dumped at a version into a table without any; after an error it is of no use.
   void load(bool candidates, Ids ids, Versions versions, const unsigned char* parameters,
             const unsigned char* slots, std::uint64_t version);
 

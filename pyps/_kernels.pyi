@@ -143,9 +143,9 @@ class Table:
         version: int,
         candidates: bool = False,
     ) -> None:
-        """Add what was dumped as the most recent rows, then drop what is too old at a version, that of the dump.
+        """Put what was dumped at a version into a table that has none; after an error it is of no use.
 
-        Versions ascend, and are not below those that are there. Rows are loaded before candidates.
+        Versions ascend.
         """
 
     def stats(self) -> dict[str, int]:

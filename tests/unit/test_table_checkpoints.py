@@ -5,7 +5,7 @@ from itertools import count
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pyps.core.gradient import PayloadKind
@@ -22,7 +22,8 @@ DIM = 4
 
 
 def table_of(text, state=None):
-    behaviour = make_behaviour("async", "none")
+    # A push of nothing completes a round too.
+    behaviour = make_behaviour("hardsync", "none")
     of_state = {} if state is None else {"version": state.version, "ledger": Ledger(state.ledger), "rows": state.rows}
     return make_table(0, "users", (1, DIM), text, offset=0, behaviour=behaviour, epoch=3, **of_state)
 
@@ -58,6 +59,7 @@ def assert_same(found, expected):
         "adagrad:min_count=3,ttl=4,capacity=6",
     ],
 )
+@example(steps=[[1], [2], [], [], [], [], None, [3], None])
 @given(steps=st.lists(st.none() | st.lists(st.integers(-4, 8), max_size=6), max_size=30))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_increments_give_the_rows_that_the_table_has(tmp_path_factory, text, steps):

@@ -284,18 +284,6 @@ def test_the_number_of_tables_changes_no_row():
     assert sum(table.stats()["rows"] for table in tables) == whole.stats()["rows"]
 
 
-def test_an_increment_brings_a_copy_up_to_date():
-    options = {"capacity": 20, "ttl": 6, "min_count": 2}
-    random, table, copy = np.random.default_rng(2), new_table(**options), new_table(**options)
-    for version in range(1, 60):
-        update(table, [part(np.unique(random.integers(0, 40, 8)), seed=version)], version)
-        if version % 7 == 0:
-            copy_of(copy, table, after_version=copy.stats()["version"])
-            assert copy.dump(0)[0].tolist() == table.dump(0)[0].tolist()
-    update(copy, [part([], seed=1)], 100)
-    assert copy.stats()["rows"] == 0
-
-
 def test_the_bytes_of_an_update_are_known_before_it():
     table = filled(2000, min_count=2, capacity=6000, ttl=9)
     held = table.stats()["bytes"]
@@ -361,7 +349,7 @@ def test_a_reader_beside_a_writer_sees_whole_rows():
 
 
 def test_what_does_not_fit_is_refused():
-    table = filled(3)
+    table, empty = filled(3), new_table()
     good, ids, p = part([1, 2]), np.array([1, 2]), bytes(32)
     numbers = (0.1, 0.0, 0.0)
     for parts, error, words in (
@@ -382,13 +370,15 @@ def test_what_does_not_fit_is_refused():
             "reply holds 31 bytes; 8 values of float32 take",
         ),
         (lambda: table.lookup(ids, None), TypeError, r"lookup\(\): incompatible function"),
-        (lambda: table.load(ids, np.uint64([4, 3]), p, p[:8], 9), ValueError, r"versions\[1\] is 3; expected 4 to 9$"),
+        (lambda: table.load(ids, np.uint64([4, 4]), p, p[:8], 9), ValueError, "the table has rows already$"),
+        (lambda: empty.load(ids, np.uint64([4, 3]), p, p[:8], 9), ValueError, r"versions\[1\] is 3; expected 4 to 9$"),
+        (lambda: empty.load(ids * 0, np.uint64([4, 4]), p, p[:8], 9), ValueError, "id 0 is there twice$"),
         (
-            lambda: table.load(ids, np.uint64([4, 3]), p, p, 9),
+            lambda: empty.load(ids, np.uint64([4, 3]), p, p, 9),
             ValueError,
             "slots holds 32 bytes; expected 8, so many a",
         ),
-        (lambda: table.load(ids, np.uint64([4, 4]), p[1:], p[:8], 9), ValueError, "parameters holds 31 bytes"),
+        (lambda: empty.load(ids, np.uint64([4, 4]), p[1:], p[:8], 9), ValueError, "parameters holds 31 bytes"),
         (lambda: new_table(0), ValueError, "dim is 0; expected 1 to 1024$"),
         (lambda: new_table(1025), ValueError, "dim is 1025; expected 1 to 1024$"),
         (lambda: _kernels.Table(4, "lamb", []), ValueError, "there is no rule 'lamb' of 0 slots$"),
