@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from threading import Event
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,7 +31,7 @@ from pyps_wire.common_pb2 import (
     Receipt,
     Sender,
 )
-from pyps_wire.errors import InvalidArgument, WaitTimedOut, WrongSize
+from pyps_wire.errors import WaitTimedOut, WrongSize
 from pyps_wire.parameter_server_pb2 import Parameters, PullRequest, PushRequest
 from pyps_wire.partition import Partition, ShardRange
 from pyps_wire.rows import Ids, bucket_of
@@ -149,11 +150,7 @@ class Tables:
                     places[self._server_of[shard.shard_id]][shard.shard_id] = place
         codec, poll = self._pull_codec, LongPoll(self._wait_seconds)
         self._on_servers(
-            {
-                index: _Pull(connection, self._sender, self.held[index], places[index], codec, poll)
-                for index, connection in self._connections()
-                if places[index]
-            }
+            lambda index, connection: _Pull(connection, self._sender, self.held[index], places[index], codec, poll)
         )
         return found
 
@@ -218,10 +215,9 @@ class Tables:
                     payload = encoder.encode(*((given.ids, given.rows) if index is None else given.of(index)))
                 messages[server].append((message, payload))
         answers = self._on_servers(
-            {
-                index: _Push(connection, self.held[index], sequence, messages[index], self._kept.get(index))
-                for index, connection in self._connections()
-            }
+            lambda index, connection: _Push(
+                connection, self.held[index], sequence, messages[index], self._kept.get(index)
+            )
         )
         return [receipt for of_server in answers for receipt in of_server]
 
@@ -235,12 +231,14 @@ class Tables:
         for bucket, shard in enumerate(shards):
             yield shard, np.flatnonzero(buckets == bucket)
 
-    def _connections(self) -> Iterator[tuple[int, Connection]]:
-        return ((each.index, each) for each in self._servers.connections if each.index in self.held)
-
-    def _on_servers(self, operations: Mapping[int, Callable[[GrpcChannel, threading.Event], Any]]) -> list[Any]:
-        idle: Callable[[GrpcChannel, threading.Event], Any] = lambda channel, stop: []  # noqa: E731
-        return self._servers.on_all([operations.get(each.index, idle) for each in self._servers.connections])
+    def _on_servers(self, operation: Callable[[int, Connection], Callable[[GrpcChannel, Event], Any]]) -> list[Any]:
+        """Run an operation on all servers that have a part of a table, by their numbers and connections."""
+        return self._servers.on_all(
+            [
+                operation(each.index, each) if each.index in self.held else lambda channel, stop: []
+                for each in self._servers.connections
+            ]
+        )
 
 
 @dataclass(eq=False)
@@ -269,7 +267,7 @@ class _Pull:
     codec: Codec
     poll: LongPoll
 
-    def __call__(self, channel: GrpcChannel, stop: threading.Event) -> None:
+    def __call__(self, channel: GrpcChannel, stop: Event) -> None:
         waiting = dict(self.places)
         while waiting:
             awaited = self.held.wanted
@@ -330,7 +328,7 @@ class _Push:
     kept: KeptPushes | None
     receipts: dict[int, Receipt] = field(default_factory=dict)
 
-    def __call__(self, channel: GrpcChannel, stop: threading.Event) -> list[Receipt]:
+    def __call__(self, channel: GrpcChannel, stop: Event) -> list[Receipt]:
         kept, waiting = self.kept, {m.shard_id: (m, p) for m, p in self.messages if m.shard_id not in self.receipts}
         if not waiting:
             return [*self.receipts.values()]
@@ -448,11 +446,3 @@ def merged(parts: Sequence[Gradients]) -> Gradients:
         for shard_id, version in part.versions.items():
             versions[shard_id] = min(version, versions.get(shard_id, version))
     return Gradients(ids, rows, versions)
-
-
-def require_ids(ids: Any, *, table: str) -> Ids:
-    """Return the ids as a numpy array of int64; raise InvalidArgument for others."""
-    array = np.asarray(ids)
-    if array.dtype.kind not in "iu" or array.dtype == np.uint64:
-        raise InvalidArgument(f"Ids of table {table!r} are of type {array.dtype}; expected int64.")
-    return array.astype(np.int64, copy=False)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from pyps_client.join import model_of_run
 from pyps_client.launch import LOCAL, Launch
-from pyps_client.tables import Gradients, Pulled, RowCache, Tables, require_ids
+from pyps_client.tables import Gradients, Pulled, RowCache, Tables
 from pyps_client.vectors import FiniteGuard, first_non_finite
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.errors import InvalidArgument
@@ -135,7 +135,7 @@ class Embedding(torch.nn.Module):
             raise InvalidArgument(f"Ids of table {self.name!r} are a {type(ids).__name__}; expected a torch.Tensor.")
         if ids.dtype not in (torch.int64, torch.int32):
             raise InvalidArgument(f"Ids of table {self.name!r} are of type {ids.dtype}; expected torch.int64.")
-        return require_ids(ids.detach().cpu().numpy(), table=self.name)
+        return ids.detach().cpu().numpy().astype(np.int64, copy=False)
 
     def _rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         numbers = self._numbers(ids)
