@@ -34,7 +34,8 @@ on_torch += [f"pyps_client.lbfgs.{name}" for name in ("run", "gradient")]
 packages = [pyps_wire, pyps_client]
 for package in packages:
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        if module.name not in ("pyps_client.torch", *on_torch):
+        # A library of C, which ctypes loads, is no module.
+        if module.name not in ("pyps_wire._codecs", "pyps_client.torch", "pyps_client.integrations", *on_torch):
             loaded = importlib.import_module(module.name)
             packages += [loaded] if module.ispkg else []
 assert callable(pyps_client.Client) and callable(pyps_client.Observer)
