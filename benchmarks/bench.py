@@ -54,6 +54,7 @@ PARTS = {
     "load": Part(70),
     "gpu": Part(180),
     "huge": Part(300, by_name=True),
+    "tables": Part(900, by_name=True),
     "few_bits": Part(1500, by_name=True, script="training", arguments=FEW_BITS),
     "local_training": Part(1800, by_name=True),
 }
