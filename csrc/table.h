@@ -51,7 +51,8 @@ struct TableStats {
 const Rule* find_rule(const Kernels& table, const std::string& name);
 
 // Any thread may call anything: writers wait for each other, and hold up readers for a few rows at
-// a time, so that these see whole rows. Bad arguments are std::invalid_argument; what is refused,
+// a time, so that these see whole rows; while the index grows, for that long. Bad arguments are
+// std::invalid_argument; what is refused,
 // or finds no memory, changes nothing.
 class Table {
  public:

@@ -31,7 +31,7 @@ from pyps_wire.common_pb2 import (
     Receipt,
     Sender,
 )
-from pyps_wire.errors import WaitTimedOut, WrongSize
+from pyps_wire.errors import LimitExceeded, WaitTimedOut, WrongSize
 from pyps_wire.parameter_server_pb2 import Parameters, PullRequest, PushRequest
 from pyps_wire.partition import Partition, ShardRange
 from pyps_wire.rows import Ids, bucket_of
@@ -41,6 +41,10 @@ Rows = npt.NDArray[np.float32]
 SALT = 0x9E3779B97F4A7C15
 # Of each table, the rows whose encodings' errors are kept.
 KEPT_ROWS = 2**16
+# Ids of a request: a server takes 2.7 MiB of them.
+PULLED_ROWS = 2**18
+# Of a push, beside its payload.
+HEADER_BYTES = 2**12
 
 
 # Rows, and by shard the version of them.
@@ -76,6 +80,7 @@ class Tables:
         gradient_codec: Codec,
         parameter_codec: Codec,
         wait_seconds: float,
+        message_bytes_max: int,
     ) -> None:
         names = {group: tensor.name for group, tensor in whole.model.tables.items()}
         self._shards: dict[str, list[ShardRange]] = {name: [] for name in names.values()}
@@ -92,11 +97,11 @@ class Tables:
         self._next_sequence = next_sequence
         self._encoders = {name: _RowEncoder(gradient_codec, dim) for name, dim in self.dims.items()}
         self._pull_codec = parameter_codec
-        self._wait_seconds = wait_seconds
+        self._wait_seconds, self._message_bytes_max = wait_seconds, message_bytes_max
         self._gathering = threading.Lock()
         # Guarded by _gathering.
         self._gathered: dict[str, list[Gradients]] = {}
-        self._prefetches: SimpleQueue[tuple[str, Ids, Future[Pulled]]] = SimpleQueue()
+        self._prefetches: SimpleQueue[tuple[str, Ids, Future[Pulled]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def __deepcopy__(self, memo: object) -> Tables:
@@ -116,12 +121,17 @@ class Tables:
         self._prefetches.put((name, ids, future))
         return future
 
+    def close(self) -> None:
+        """End the thread once it has pulled what was to be prefetched."""
+        self._prefetches.put(None)
+
     def _prefetch(self) -> None:
-        while True:
-            waiting = [self._prefetches.get()]
+        while (first := self._prefetches.get()) is not None:
+            waiting = [first]
             with suppress(Empty):
-                while True:
-                    waiting.append(self._prefetches.get_nowait())
+                while (more := self._prefetches.get_nowait()) is not None:
+                    waiting.append(more)
+                self._prefetches.put(None)
             while waiting:
                 # Of one table twice, the second time later.
                 batch = {name: (ids, future) for name, ids, future in reversed(waiting)}
@@ -142,17 +152,23 @@ class Tables:
         """
         found: dict[str, Pulled]
         found = {name: (np.empty((ids.size, self.dims[name]), np.float32), {}) for name, ids in wanted.items()}
+        num_pulled = max(1, PULLED_ROWS // max(1, len(wanted)))
+        for begin in range(0, max((ids.size for ids in wanted.values()), default=0), num_pulled):
+            piece = slice(begin, begin + num_pulled)
+            self._pull({name: (ids[piece], found[name][0][piece], found[name][1]) for name, ids in wanted.items()})
+        return found
+
+    def _pull(self, wanted: Mapping[str, tuple[Ids, Rows, dict[int, int]]]) -> None:
         places: dict[int, dict[int, _Place]] = {index: {} for index in self.held}
-        for name, ids in wanted.items():
+        for name, (ids, rows, versions) in wanted.items():
             for shard, index in self._split(name, ids):
-                place = _Place(ids if index is None else ids[index], index, *found[name])
+                place = _Place(ids if index is None else ids[index], index, rows, versions)
                 if place.ids.size:
                     places[self._server_of[shard.shard_id]][shard.shard_id] = place
         codec, poll = self._pull_codec, LongPoll(self._wait_seconds)
         self._on_servers(
             lambda index, connection: _Pull(connection, self._sender, self.held[index], places[index], codec, poll)
         )
-        return found
 
     def newest(self, name: str, ids: Ids) -> npt.NDArray[np.int64]:
         """Return for each id the newest version of its shard that this worker has heard of."""
@@ -213,6 +229,12 @@ class Tables:
                     message.codec = encoder.codec  # type: ignore[assignment]
                     message.base_version = given.versions[shard.shard_id]
                     payload = encoder.encode(*((given.ids, given.rows) if index is None else given.of(index)))
+                    if payload.nbytes > self._message_bytes_max - HEADER_BYTES:
+                        raise LimitExceeded(
+                            f"The gradients of {num_rows} rows of table {name!r} to server {server} have "
+                            f"{payload.nbytes} bytes; it takes messages of {self._message_bytes_max}: raise its "
+                            "--max-message-bytes, make the minibatch smaller, or push in another gradient_codec."
+                        )
                 messages[server].append((message, payload))
         answers = self._on_servers(
             lambda index, connection: _Push(
@@ -253,7 +275,7 @@ class _Place:
     def write(self, shard_id: int, version: int, numbers: Rows) -> None:
         rows = numbers.reshape(self.ids.size, -1)
         self.rows[... if self.index is None else self.index] = rows
-        self.versions[shard_id] = version
+        self.versions[shard_id] = min(version, self.versions.get(shard_id, version))
 
 
 @dataclass(eq=False)

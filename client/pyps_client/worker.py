@@ -174,6 +174,7 @@ class Worker:
                 gradient_codec=self._codec,
                 parameter_codec=self._pull_codec if self._pull_codec.dtype is not None else FLOAT32,
                 wait_seconds=self.launch.wait_seconds,
+                message_bytes_max=min(reply.limits.message_bytes_max for reply in replies),
             )
             if whole.model.tables
             else None
@@ -487,6 +488,8 @@ class Worker:
 
     def _leave(self, cause: str, message: str) -> None:
         self._servers.give_up()
+        if self.tables is not None:
+            self.tables.close()
         self._lease.leave(cause, message)
         self._servers.close()
         self.launch.end()

@@ -28,7 +28,7 @@ from pyps.core.shard import LoggedShard, Shard
 from pyps.core.store import Pushed, Rows, ShardState
 from pyps.core.update import Update, factors_of, has_numbers
 from pyps_wire.codecs import Codec
-from pyps_wire.errors import InvalidArgument, NoRoom
+from pyps_wire.errors import ConfigurationError, InvalidArgument, NoRoom
 
 Ids = npt.NDArray[np.int64]
 # Gradients of an update: ids, rows, their codec and the factor that multiplies them.
@@ -104,8 +104,8 @@ def check_table(name: str, dim: int, text: str) -> TableSettings:
         raise InvalidArgument(f"table {name!r} has rows of {dim} numbers; expected {DIM_MAX} at most")
     try:
         return TableSettings.parse(text)
-    except InvalidArgument as error:
-        raise type(error)(f"table {name!r}: {error}") from None
+    except ConfigurationError as error:
+        raise InvalidArgument(f"table {name!r}: {error}") from None
 
 
 class TableBudget:
@@ -197,7 +197,8 @@ class TableShard(Shard):
             rule.name,
             [settings.hyperparameters.get(rule.first_values.get(slot, ""), 0.0) for slot in rule.slot_names],
             bfloat16=of_rows.bfloat16,
-            seed=of_rows.seed,
+            # Tables of one seed begin with other numbers.
+            seed=of_rows.seed ^ crc32(name.encode()),
             scale=of_rows.scale,
             norm_max=of_rows.max_norm,
             min_count=of_rows.min_count,
@@ -258,9 +259,17 @@ class TableShard(Shard):
     def _decide(self, gradient: Gradient, *arguments: Any) -> Pushed:
         if gradient.num_rows:
             waiting = [each.gradient.ids for each in self._pending if each.gradient.num_rows]
-            num_bytes = self._table.bytes_with([ids.data for ids in (gradient.ids, *waiting)], self.version + 1)
-            self._tables.require(self.shard_id, num_bytes, table=self.name)
+            ids = [gradient.ids, *waiting]
+            try:
+                self._require_room(ids)
+            except NoRoom:
+                # Where an id is several times, that was too much.
+                self._require_room([np.unique(np.concatenate(ids))])
         return super()._decide(gradient, *arguments)
+
+    def _require_room(self, ids: Sequence[Ids]) -> None:
+        num_bytes = self._table.bytes_with([each.data for each in ids], self.version + 1)
+        self._tables.require(self.shard_id, num_bytes, table=self.name)
 
     def _bind(self) -> None:
         numbers = {**self.hyperparameters, "learning_rate": self._rate(self.learning_rate)}

@@ -39,6 +39,8 @@ from pyps_wire.errors import PypsError
 
 FORMAT_VERSION = 6
 SHARDS = "shards"
+# Of a shard: each one is a pass over its rows when they are read.
+FILES_MAX = 16
 # More is damage: each life of a server takes one.
 EPOCH_MAX = 2**62
 _NUMBER_MAX = 2**63 - 1
@@ -316,10 +318,11 @@ class Writer:
                 files = entry.files if entry is not None else []
                 whole = bool(files) and all(sizes.get(file.file) == file.num_bytes for file in files)
                 if entry is None or before != moves or machine is not None or not whole:
-                    # Files of increments together as large as the first one's rows are worth writing anew.
+                    # Files of increments as large as the first one, or many, are worth writing anew.
                     increments = sum(file.num_bytes for file in files[1:])
                     same = shard.has_rows and whole and before is not None and before[0] == shard.epoch
-                    earlier = tuple(files) if same and increments < files[0].num_bytes else ()
+                    grows = same and len(files) < FILES_MAX and increments < files[0].num_bytes
+                    earlier = tuple(files) if grows else ()
                     after = entry.version if entry is not None and earlier else 0
                     kept = _kept(shard_id, shard.state(rows_after=after), machine)
                     entry = put_shard(path, shard_id, shard.epoch, *kept, self._disk, earlier=earlier)

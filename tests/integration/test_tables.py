@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,7 +16,7 @@ from pyps.storage.checkpoint_set import convert
 from pyps.storage.replay import log_paths, replay
 from pyps_client import Embedding, Launch, LocalTraining, RemoteOptimizer
 from pyps_client.data import Portions
-from pyps_wire.errors import InvalidArgument, ModelMismatch, NoRoom, NotFinite
+from pyps_wire.errors import InvalidArgument, LimitExceeded, ModelMismatch, NoRoom, NotFinite
 from support import inspect, shell, status_of
 
 DIM = 8
@@ -174,6 +175,11 @@ def test_what_no_table_can_take_is_refused_with_its_name(start_server):
                 optimizer.zero_grad()
                 (model.rows(torch.tensor([5, 7])).sum() * float("nan")).backward()
                 optimizer.step()
+        with pytest.raises(
+            LimitExceeded, match=r"rows of table 'users' to server 0 have \d+ bytes; it takes messages of"
+        ):
+            model.rows(torch.arange(600_000)).sum().backward()
+            optimizer.step()
         with pytest.raises(NoRoom, match=r"table 'users' would grow to \d+ bytes .* raise --max-table-bytes"):
             model.rows(torch.arange(100_000)).sum().backward()
             optimizer.step()
@@ -267,6 +273,19 @@ def test_gradients_that_are_cleared_are_not_pushed(start_server):
         rows.sum().backward()
         optimizer.step()
         np.testing.assert_allclose(model.rows(ids).detach().numpy(), before.numpy() - 1.0, atol=1e-6)
+
+
+def test_a_lookup_without_a_backward_pass_leaves_nothing_behind(start_server):
+    model, ids = Net(optimizer="sgd", lr=1.0), torch.arange(4)
+    with RemoteOptimizer(model, torch.optim.SGD(model.linear.parameters(), lr=0.1), start_server().data) as optimizer:
+        optimizer.join()
+        leaf = weakref.ref(model.rows(ids).grad_fn.next_functions[0][0].variable)
+        assert leaf() is None
+        model.rows.prefetch(ids)
+        for _ in range(2):
+            model.linear(torch.ones(DIM)).sum().backward()
+            optimizer.step()
+        assert not (model.rows._prefetched or model.rows._prefetched_before)
 
 
 def test_rows_of_several_minibatches_are_pushed_with_their_push(start_server):

@@ -61,14 +61,22 @@ class Embedding(torch.nn.Module):
         `min_count`: an id becomes a row with so many updates; the gradients before are dropped.
         `ttl`: a row without an update in so many versions of its shard is dropped; 0 for never.
         `capacity`: the most rows; for more the one updated longest ago is dropped. 0 for no bound.
-        `cache_rows`: how many rows the worker keeps; `cache_versions`: how many versions old they may become.
+        `cache_rows`: how many rows the worker keeps; `cache_versions`: of how many updates of their shard, its own
+        among them, they may know nothing.
 
-        Raises InvalidArgument for settings that no table can have.
+        Raises InvalidArgument for a name, a dim, a rule or a cache that no table can have. The servers judge the other
+        settings when the worker joins.
         """
         super().__init__()
-        if not (isinstance(dim, int) and 1 <= dim <= 1024):
-            raise InvalidArgument(f"Table {name!r} has dim={dim!r}; expected a number from 1 to 1024.")
-        if not name or not name.isprintable():
+        for key, number, most in (
+            ("dim", dim, 1024),
+            ("cache_rows", cache_rows, 2**31),
+            ("cache_versions", cache_versions, 2**62),
+        ):
+            least = 1 if key == "dim" else 0
+            if not isinstance(number, int) or isinstance(number, bool) or not least <= number <= most:
+                raise InvalidArgument(f"Table {name!r} has {key}={number!r}; expected a number from {least} to {most}.")
+        if not (isinstance(name, str) and name and name.isprintable()):
             raise InvalidArgument(f"A table is named {name!r}; expected printable characters.")
         if optimizer not in _RULES:
             raise InvalidArgument(
@@ -82,9 +90,11 @@ class Embedding(torch.nn.Module):
         self._tables: Tables | None = None
         self._cache_rows, self._cache_versions = cache_rows, cache_versions
         self._cache: RowCache | None = None
-        # What the script looked up since the last step: ids, their rows and the versions of these.
-        self._batches: list[tuple[Ids, torch.Tensor, dict[int, int]]] = []
+        # Of backward passes since the last step: ids, their rows' gradients and the versions of these rows.
+        self._gradients: list[tuple[Ids, torch.Tensor, dict[int, int]]] = []
+        # By ids, since the last step, and since the one before.
         self._prefetched: dict[bytes, _Asked] = {}
+        self._prefetched_before: dict[bytes, _Asked] = {}
 
     def extra_repr(self) -> str:
         return f"{self.name!r}, dim={self.dim}, {self._spec}"
@@ -113,21 +123,21 @@ class Embedding(torch.nn.Module):
         return F.embedding_bag(inverse, rows, offsets, mode=mode)
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        """Bring the rows of these ids beside the computation, for the `forward` with the same ids."""
+        """Bring rows beside the computation, for a `forward` with the same ids in this step or the next."""
         numbers = self._numbers(ids)
         self._prefetched[numbers.tobytes()] = self._asked(numbers, beside=True)
 
     def clear_gradients(self) -> None:
         """Forget the gradients of backward passes that no step followed, as `zero_grad` does for parameters."""
-        self._batches = [each for each in self._batches if each[1].grad is None]
+        self._gradients.clear()
 
     def take_gradients(self) -> list[Gradients]:
-        """Return the gradients of each lookup since the last call."""
-        batches, self._batches = self._batches, []
+        """Return the gradients of each lookup since the last call, and forget what was prefetched before that."""
+        gradients, self._gradients = self._gradients, []
+        self._prefetched_before, self._prefetched = self._prefetched, {}
         return [
-            Gradients(ids, rows.grad.detach().to("cpu", torch.float32).numpy(), versions)
-            for ids, rows, versions in batches
-            if rows.grad is not None
+            Gradients(ids, gradient.detach().to("cpu", torch.float32).numpy(), versions)
+            for ids, gradient, versions in gradients
         ]
 
     def _numbers(self, ids: torch.Tensor) -> Ids:
@@ -139,11 +149,21 @@ class Embedding(torch.nn.Module):
 
     def _rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         numbers = self._numbers(ids)
-        asked = self._prefetched.pop(numbers.tobytes(), None) or self._asked(numbers, beside=False)
+        for prefetched in (self._prefetched, self._prefetched_before):
+            if (asked := prefetched.pop(numbers.tobytes(), None)) is not None:
+                break
+        else:
+            asked = self._asked(numbers, beside=False)
         found, versions = asked.wait()
         rows = torch.from_numpy(found).to(ids.device).requires_grad_(torch.is_grad_enabled())
+
+        def note(rows: torch.Tensor) -> None:
+            assert rows.grad is not None
+            self._gradients.append((asked.unique, rows.grad, versions))
+            rows.grad = None
+
         if rows.requires_grad:
-            self._batches.append((asked.unique, rows, versions))
+            rows.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
         return torch.from_numpy(asked.inverse.reshape(ids.shape)).to(ids.device), rows
 
     def _asked(self, ids: Ids, *, beside: bool) -> _Asked:
