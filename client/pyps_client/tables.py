@@ -43,6 +43,8 @@ SALT = 0x9E3779B97F4A7C15
 KEPT_ROWS = 2**16
 # Ids of a request: a server takes 2.7 MiB of them.
 PULLED_ROWS = 2**18
+# Numbers of its rows: a server holds them at once.
+PULLED_NUMBERS = 2**25
 # Of a push, beside its payload.
 HEADER_BYTES = 2**12
 
@@ -80,6 +82,7 @@ class Tables:
         gradient_codec: Codec,
         parameter_codec: Codec,
         wait_seconds: float,
+        current_only: Callable[[], bool],
         message_bytes_max: int,
     ) -> None:
         names = {group: tensor.name for group, tensor in whole.model.tables.items()}
@@ -98,6 +101,8 @@ class Tables:
         self._encoders = {name: _RowEncoder(gradient_codec, dim) for name, dim in self.dims.items()}
         self._pull_codec = parameter_codec
         self._wait_seconds, self._message_bytes_max = wait_seconds, message_bytes_max
+        # Whether servers refuse gradients of other versions than the newest.
+        self.current_only = current_only
         self._gathering = threading.Lock()
         # Guarded by _gathering.
         self._gathered: dict[str, list[Gradients]] = {}
@@ -114,7 +119,8 @@ class Tables:
 
     def prefetch(self, name: str, ids: Ids) -> Future[Pulled]:
         """Pull rows of a table on a thread, together with what else is to be prefetched then."""
-        if self._thread is None:
+        # A forked child has none.
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._prefetch, name="pyps rows", daemon=True)
             self._thread.start()
         future: Future[Pulled] = Future()
@@ -152,7 +158,8 @@ class Tables:
         """
         found: dict[str, Pulled]
         found = {name: (np.empty((ids.size, self.dims[name]), np.float32), {}) for name, ids in wanted.items()}
-        num_pulled = max(1, PULLED_ROWS // max(1, len(wanted)))
+        dim = max((self.dims[name] for name in wanted), default=1)
+        num_pulled = max(1, min(PULLED_ROWS, PULLED_NUMBERS // dim) // max(1, len(wanted)))
         for begin in range(0, max((ids.size for ids in wanted.values()), default=0), num_pulled):
             piece = slice(begin, begin + num_pulled)
             self._pull({name: (ids[piece], found[name][0][piece], found[name][1]) for name, ids in wanted.items()})
@@ -172,8 +179,16 @@ class Tables:
 
     def newest(self, name: str, ids: Ids) -> npt.NDArray[np.int64]:
         """Return for each id the newest version of its shard that this worker has heard of."""
-        versions = [self.held[self._server_of[each.shard_id]].versions[each.shard_id] for each in self._shards[name]]
+        versions = [self._newest(shard_id) for shard_id in self.shard_ids(name)]
         return np.array(versions, np.int64)[self.buckets(name, ids)]
+
+    def are_outdated(self, versions: Mapping[int, int]) -> bool:
+        """Whether servers would refuse gradients at these versions."""
+        return self.current_only() and any(at < self._newest(shard_id) for shard_id, at in versions.items())
+
+    def _newest(self, shard_id: int) -> int:
+        held = self.held[self._server_of[shard_id]]
+        return max(held.versions[shard_id], held.wanted.get(shard_id, 0))
 
     def buckets(self, name: str, ids: Ids) -> npt.NDArray[np.intp]:
         """Return for each id which of its table's shards has it."""
@@ -413,7 +428,8 @@ class RowCache:
             self._versions[:], self._epochs = -(2**62), self._tables.epochs
         places, oldest = self._places(ids), dict[int, int]()
         versions = self._versions[places]
-        found = (self._ids[places] == ids) & (versions >= self._tables.newest(self._name, ids) - self._versions_max)
+        least = self._tables.newest(self._name, ids) - (0 if self._tables.current_only() else self._versions_max)
+        found = (self._ids[places] == ids) & (versions >= least)
         rows = np.empty((ids.size, self._rows.shape[1]), np.float32)
         rows[found] = self._rows[places[found]]
         buckets = self._tables.buckets(self._name, ids)[found]

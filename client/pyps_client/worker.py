@@ -174,6 +174,7 @@ class Worker:
                 gradient_codec=self._codec,
                 parameter_codec=self._pull_codec if self._pull_codec.dtype is not None else FLOAT32,
                 wait_seconds=self.launch.wait_seconds,
+                current_only=lambda: self.view.state.terms.current_version_only,
                 message_bytes_max=min(reply.limits.message_bytes_max for reply in replies),
             )
             if whole.model.tables

@@ -34,7 +34,7 @@ from pyps.storage.replay import replay as replay_log
 from pyps_client.arrays import split_tensors
 from pyps_client.credentials import read_token
 from pyps_wire.codecs import BFLOAT16
-from pyps_wire.errors import PypsError
+from pyps_wire.errors import ConfigurationError, PypsError
 
 log = logs.get("pyps.export")
 
@@ -126,7 +126,10 @@ def from_checkpoints(folders: Sequence[Path]) -> Arrays:
             rows[plan.model.tables[shard.group].name].append(state.rows)
             continue
         vectors[shard.group][shard.offset : shard.offset + shard.length] = state.parameters
-    return split_tensors(plan.without_tables().model, vectors) | _tables(rows)
+    tensors, tables = split_tensors(plan.without_tables().model, vectors), _tables(rows)
+    if twice := tensors.keys() & tables.keys():
+        raise ConfigurationError(f"tensor {min(twice)!r} has the name that a table's export takes: rename the table")
+    return tensors | tables
 
 
 def _tables(rows: Mapping[str, Sequence[Rows]]) -> dict[str, Any]:

@@ -259,8 +259,8 @@ def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> 
         if gradient.example_count > EXAMPLES_MAX:
             raise InvalidArgument(f"example_count is {gradient.example_count}; expected at most {EXAMPLES_MAX}")
         if gradient.kind == PayloadKind.NOTHING:
-            if gradient.extents or len(gradient.payload):
-                raise InvalidArgument("a push of NOTHING came with a payload or extents; expected none")
+            if gradient.extents or gradient.num_rows or len(gradient.payload):
+                raise InvalidArgument("a push of NOTHING came with a payload, rows or extents; expected none")
             return None
         if gradient.num_rows:
             return _require_rows(gradient, shard_length)

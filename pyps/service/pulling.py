@@ -127,6 +127,8 @@ class PullStream:
 
     def _rows(self, table: TableShard) -> list[Frame]:
         ids = self.ids_of(table)
+        if not ids.size:
+            return []
         frame = ReplyFrame(lane.PULL, ids.size * table.length, self._codec, header_room=HEADER_ROOM)
         version = table.lookup(ids, frame.reply)
         statistics, puller = self._run.statistics, self._worker_id or "observer"
@@ -136,12 +138,14 @@ class PullStream:
         return [frame.seal(header)]
 
     def ids_of(self, table: TableShard) -> Ids:
-        """Return the ids whose rows are wanted; raise InvalidArgument for none."""
-        if (ids := self._ids.get(table.shard_id)) is None:
+        """Return the ids whose rows are wanted, none by who waits for a round alone; raise InvalidArgument."""
+        if (ids := self._ids.get(table.shard_id)) is not None:
+            return ids
+        if self._waits.held_versions.get(table.shard_id, -1) < table.version:
             raise InvalidArgument(
                 f"a pull of table {table.name!r} (shard {table.shard_id}) came without ids: name them"
             )
-        return ids
+        return np.empty(0, np.int64)
 
     def wanted(self, shard: Store) -> Wanted:
         shard_id, waits = shard.shard_id, self._waits

@@ -4,6 +4,7 @@ import copy
 import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -156,6 +157,30 @@ def test_workers_train_one_table(start_server, protocol):
     assert versions == {6 if protocol == "hardsync" else 12}
 
 
+@pytest.mark.parametrize("protocol", ["hardsync", "backup:b=0"])
+def test_rounds_of_two_workers_go_on_after_a_crash(crashing, protocol):
+    doomed, batches = crashing("--protocol", protocol, "--expected-workers", "2"), list(bags(14, count=16))
+    events = {3: doomed.save, 6: doomed.crash, 11: doomed.crash}
+
+    def worker(index):
+        launch = Launch(servers=doomed.server.data, worker_id=f"worker-{index}", worker_index=index)
+        model = Net(optimizer="sgd", lr=0.05, cache_rows=32, cache_versions=2)
+        dense = torch.optim.SGD(model.linear.parameters(), lr=0.05)
+        with RemoteOptimizer(model, dense, launch=launch) as optimizer:
+            for number, (batch, after) in enumerate(pairwise([*batches, batches[0]])):
+                if index == 0:
+                    events.get(number, lambda: None)()
+                optimizer.zero_grad()
+                loss = (model(*batch[:2]) - batch[2]).square().mean()
+                model.rows.prefetch(after[0])
+                loss.backward()
+                optimizer.step()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert len([*pool.map(worker, range(2))]) == 2
+    assert {shard.version for shard in inspect(doomed.server.control, "ListShards").shards} == {16}
+
+
 def test_what_no_table_can_take_is_refused_with_its_name(start_server):
     server = start_server("--max-table-bytes", str(2**20))
     model = Net(optimizer="sgd", lr=0.1)
@@ -279,9 +304,10 @@ def test_a_lookup_without_a_backward_pass_leaves_nothing_behind(start_server):
     model, ids = Net(optimizer="sgd", lr=1.0), torch.arange(4)
     with RemoteOptimizer(model, torch.optim.SGD(model.linear.parameters(), lr=0.1), start_server().data) as optimizer:
         optimizer.join()
+        model.rows.prefetch(ids)
+        copy.deepcopy(model)
         leaf = weakref.ref(model.rows(ids).grad_fn.next_functions[0][0].variable)
         assert leaf() is None
-        model.rows.prefetch(ids)
         for _ in range(2):
             model.linear(torch.ones(DIM)).sum().backward()
             optimizer.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -74,7 +74,7 @@ class Embedding(torch.nn.Module):
             ("cache_versions", cache_versions, 2**62),
         ):
             least = 1 if key == "dim" else 0
-            if not isinstance(number, int) or isinstance(number, bool) or not least <= number <= most:
+            if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or not least <= number <= most:
                 raise InvalidArgument(f"Table {name!r} has {key}={number!r}; expected a number from {least} to {most}.")
         if not (isinstance(name, str) and name and name.isprintable()):
             raise InvalidArgument(f"A table is named {name!r}; expected printable characters.")
@@ -82,9 +82,10 @@ class Embedding(torch.nn.Module):
             raise InvalidArgument(
                 f"Table {name!r} has optimizer={optimizer!r}; expected one of {', '.join(sorted(_RULES))}."
             )
-        self.name, self.dim = name, dim
+        self.name, self.dim = name, int(dim)
         numbers = {"learning_rate": lr, **settings, "seed": seed, "scale": scale, "max_norm": max_norm}
         numbers |= {"min_count": min_count, "ttl": ttl, "capacity": capacity}
+        numbers = {key: value.item() if isinstance(value, np.generic) else value for key, value in numbers.items()}
         described = ",".join(f"{key}={value!r}" for key, value in numbers.items())
         self._spec = f"{optimizer}:{described}" + (",bfloat16=true" if bfloat16 else "")
         self._tables: Tables | None = None
@@ -95,6 +96,10 @@ class Embedding(torch.nn.Module):
         # By ids, since the last step, and since the one before.
         self._prefetched: dict[bytes, _Asked] = {}
         self._prefetched_before: dict[bytes, _Asked] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle what is no minibatch's."""
+        return {**self.__dict__, "_gradients": [], "_prefetched": {}, "_prefetched_before": {}}
 
     def extra_repr(self) -> str:
         return f"{self.name!r}, dim={self.dim}, {self._spec}"
@@ -155,6 +160,10 @@ class Embedding(torch.nn.Module):
         else:
             asked = self._asked(numbers, beside=False)
         found, versions = asked.wait()
+        if self._of_run().are_outdated(versions):
+            # They were prefetched before this worker's last push.
+            asked = self._asked(numbers, beside=False)
+            found, versions = asked.wait()
         rows = torch.from_numpy(found).to(ids.device).requires_grad_(torch.is_grad_enabled())
 
         def note(rows: torch.Tensor) -> None:
