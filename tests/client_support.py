@@ -260,6 +260,7 @@ class RecordingSession:
     gives_out_data: bool = False
     codec: str = "float32"
     pull_codec: str = "float32"
+    tables: None = None
     checks_first: bool = False
     # Lent.private of lent vectors.
     private: bool = True

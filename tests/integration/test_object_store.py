@@ -68,7 +68,7 @@ def test_a_folder_there_is_like_one_on_a_disk(bucket, tmp_path, root):
     again.forget("run-1", reset=lambda name: None)
     assert again.resume() is None
     # The next owner comes amid a save, whose files it removes.
-    shards[1].state = lambda: (CheckpointFolder(path), adagrad_shards()[1].state())[1]
+    shards[1].state = lambda **_: (CheckpointFolder(path), adagrad_shards()[1].state())[1]
     with pytest.raises(CheckpointError, match="was taken by process"):
         write_checkpoint(again, shards)
     assert again.resume() is None

@@ -91,8 +91,8 @@ MUTANTS = (
     Mutant(
         "a checkpoint goes on changing while it is written",
         f"{_SHARD}.state",
-        "self._state(aligned_copy)",
-        "self._state(lambda values: values)",
+        "self._state(aligned_copy, rows_after)",
+        "self._state(lambda values: values, rows_after)",
     ),
     Mutant("a checkpoint has no receipts", f"{_SHARD}._state", "self._ledger.entries()", "Ledger().entries()"),
     Mutant(
