@@ -1,6 +1,6 @@
 """Tables of rows: the speed of the server's own, of a worker's steps beside the peers, and rows beyond a limit.
 
-    python benchmarks/tables.py [--only kernel,workers,large] [--subjects NAME,NAME] [--dims 64,16] [--seconds 5]
+    python benchmarks/tables.py [--only kernel,workers,large,clicks] [--subjects NAME,NAME] [--dims 64,16] [--seconds 5]
         [--json FILE]
 
 * kernel: a table of a million rows of any ids, on one thread, in CPU time: rows a second that are looked up, and that
@@ -11,6 +11,7 @@
   compute on one thread each; torch RPC is measured with two threads too, which suits it better on an idle machine.
 * large: ten million rows of 64 numbers on two servers, pushed by a worker that may have half of their bytes for its
   data (RLIMIT_DATA, from its start), and what becomes of nn.EmbeddingBag in a process with that limit.
+* clicks: the AUC to which examples/dlrm.py comes on two servers with three workers, beside one process alone.
 
 Redis is measured if `redis-server` is there, its client and torchrec under the Pythons that PEERS_PYTHON_REDIS and
 PEERS_PYTHON_TORCHREC name; what is missing is left out, by name.
@@ -22,6 +23,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -47,7 +49,8 @@ from pyps_wire.codecs import FLOAT32
 from training import free_port
 
 SCRIPT = Path(__file__).with_name("tables_worker.py")
-PARTS = ("kernel", "workers", "large")
+EXAMPLE = SCRIPT.parent.parent / "examples" / "dlrm.py"
+PARTS = ("kernel", "workers", "large", "clicks")
 DIMS, LAWS = (64, 16), ("power", "uniform")
 KERNEL_ROWS, KERNEL_BATCHES, KERNEL_ROUNDS = 1_000_000, 64, 7
 RATE = 0.05
@@ -110,6 +113,7 @@ def main() -> int:
         "kernel": kernel(),
         "workers": workers(chosen, options.dims, options.seconds),
         "large": large(options.rows),
+        "clicks": clicks(),
     }
     for part in options.only:
         for row in measurements[part]:
@@ -317,6 +321,24 @@ def table_counts(addresses: str) -> list[Row]:
     return [shard["table"] for server in told["servers"] for shard in server["shards"] if "table" in shard]
 
 
+# A model of clicks.
+
+
+def clicks() -> Iterator[Row]:
+    example = [sys.executable, str(EXAMPLE)]
+    job = [sys.executable, "-m", "pyps", "run", "--servers", "2", "--workers", "3"]
+    for subject, command in (
+        ("one process alone", [*example, "--alone"]),
+        ("pyps, full rates", [*job, "--staleness", "none", "--", *example]),
+        ("pyps, rates divided by staleness", [*job, "--", *example]),
+    ):
+        began = time.monotonic()
+        ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=2 * LIMIT_SECONDS)
+        found = [float(score) for score in re.findall(r"AUC ([\d.]+)", ended.stdout)]
+        row: Row = {"subject": subject, "seconds": time.monotonic() - began, "aucs": found}
+        yield row if found else row | {"error": ended.stderr[-500:]}
+
+
 # What is shown.
 
 
@@ -356,10 +378,24 @@ def large_cells(row: Row, rows: list[Row]) -> list[str]:
     return [*cells, f"{row['rows'] / row['seconds']:,.0f}"]
 
 
+def clicks_cells(row: Row, rows: list[Row]) -> list[str]:
+    if not row["aucs"]:
+        return [row["subject"], "failed", "", ""]
+    alone = rows[0]["aucs"][0]
+    apart = max((score - alone for score in row["aucs"]), key=abs)
+    return [
+        row["subject"],
+        ", ".join(f"{score:.4f}" for score in row["aucs"]),
+        f"{apart:+.4f}",
+        f"{row['seconds']:.0f}",
+    ]
+
+
 TITLES = {
     "kernel": f"A table of {KERNEL_ROWS:,} rows, one thread",
     "workers": f"Steps a second: {TABLES} tables, a batch of {BATCH:,}",
     "large": f"Rows of {LARGE_DIM} numbers, under a limit for the worker's data",
+    "clicks": "The AUC of examples/dlrm.py",
 }
 HEADINGS = {
     "kernel": ("dim", "ids", "looked up, M rows/s", "x torch", "updated, M rows/s", "x torch", "bytes, x its numbers"),
@@ -368,8 +404,9 @@ HEADINGS = {
         *("", "rows", "limit, MB", "loss", "worker's peak, MB", "servers' peak, MB"),
         *("tables' bytes, x numbers", "seconds", "new rows/s"),
     ),
+    "clicks": ("", "AUC, by each worker", "most apart from alone", "seconds"),
 }
-CELLS = {"kernel": kernel_cells, "workers": workers_cells, "large": large_cells}
+CELLS = {"kernel": kernel_cells, "workers": workers_cells, "large": large_cells, "clicks": clicks_cells}
 
 
 if __name__ == "__main__":
