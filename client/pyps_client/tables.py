@@ -242,7 +242,8 @@ class Tables:
                     message.kind, message.num_rows = PAYLOAD_KIND_GRADIENT, num_rows
                     encoder = self._encoders[name]
                     message.codec = encoder.codec  # type: ignore[assignment]
-                    message.base_version = given.versions[shard.shard_id]
+                    # Rows may be of the server's life before, whose versions went further.
+                    message.base_version = min(given.versions[shard.shard_id], message.base_version)
                     payload = encoder.encode(*((given.ids, given.rows) if index is None else given.of(index)))
                     if payload.nbytes > self._message_bytes_max - HEADER_BYTES:
                         raise LimitExceeded(

@@ -93,14 +93,14 @@ def export(
                     log.warning("tables of rows are exported from a --checkpoint only", left_out=named)
         form = form or _FORMS.get(file.suffix, Form.safetensors)
         if form is Form.parquet:
-            _write_tables(file, tensors)
+            tensors = _write_tables(file, tensors)
         else:
             _write_whole(file, tensors, form)
     except PypsError as error:
         fail(str(error))
     except OSError as error:
         fail(f"{file} cannot be written: {error.strerror}")
-    size = sum(array.size for array in tensors.values())
+    size = sum(array.size for array in tensors.values() if array.dtype == np.float32)
     typer.echo(f"{file}: {len(tensors)} tensors, {size:,} parameters.")
 
 
@@ -146,8 +146,8 @@ def _tables(rows: Mapping[str, Sequence[Rows]]) -> dict[str, Any]:
     return tensors
 
 
-def _write_tables(folder: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write a parquet file of each table's ids and rows."""
+def _write_tables(folder: Path, tensors: Arrays) -> Arrays:
+    """Write a parquet file of each table's ids and rows; return these tensors."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -162,6 +162,7 @@ def _write_tables(folder: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None
         lists = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(rows.reshape(-1)), rows.shape[1])
         file = folder / f"{quote(name, safe=' ')}.parquet"
         parquet.write_table(pyarrow.table({"id": tensors[f"{name}.ids"], "row": lists}), file)
+    return {each: tensors[each] for name in names for each in (f"{name}.ids", f"{name}.rows")}
 
 
 def _write_whole(file: Path, tensors: Mapping[str, npt.NDArray[np.float32]], form: Form) -> None:

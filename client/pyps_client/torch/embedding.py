@@ -204,8 +204,8 @@ class Embedding(torch.nn.Module):
     def _of_run(self) -> Tables:
         if self._tables is None:
             raise InvalidArgument(
-                f"Table {self.name!r} is of no run yet: make RemoteOptimizer(model, ...) of a model that has it before "
-                "its first forward pass."
+                f"Table {self.name!r} is of no run yet: make RemoteOptimizer(model, ...) of a model that has it, and "
+                "call its join() or zero_grad() before the table is used outside the model's forward pass."
             )
         return self._tables
 
