@@ -375,3 +375,25 @@ def test_what_an_encoding_of_gradients_lacks_comes_with_the_next(start_server, c
         lacking = (before - count * gradient - table(ids).detach()).abs().max().item()
     # Half of a step between two numbers of the encoding; of bfloat16, which keeps nothing back, in each push.
     assert lacking < {"bfloat16": 0.01 * count, "int8": 0.02 if dim == 32 else 1e-4, "int4": 0.7}[codec]
+
+
+def test_rows_of_a_life_that_went_further_do_not_end_their_worker(crashing):
+    doomed, batches, optimizers, models = crashing(), list(bags(15, count=9)), [], []
+    for index in range(2):
+        launch = Launch(servers=doomed.server.data, worker_id=f"worker-{index}", worker_index=index)
+        models.append(Net(optimizer="sgd", lr=0.05))
+        dense = torch.optim.SGD(models[index].linear.parameters(), lr=0.05)
+        optimizers.append(RemoteOptimizer(models[index], dense, launch=launch))
+    with optimizers[0], optimizers[1]:
+        optimizers[0].join()
+        for number, batch in enumerate(batches):
+            if number == 2:
+                doomed.save()
+            step(models[1], optimizers[1], batch)
+        models[0].rows.prefetch(batches[0][0])
+        next(iter(models[0].rows._prefetched.values())).wait()
+        doomed.crash()
+        # The other worker has not sent again what the checkpoint lacks.
+        step(models[0], optimizers[0], batches[1])
+        step(models[0], optimizers[0], batches[0])
+    assert {shard.version for shard in inspect(doomed.server.control, "ListShards").shards} >= {4}
